@@ -1,0 +1,96 @@
+"""Settings of the engine, checked once here; everything above takes them as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxinfer.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding of a layer. `factors` ([rotary_dim / 2], float) divide the inverse frequencies."""
+
+    theta: float = 10_000.0
+    factors: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer, described. A family differs from another by what stands here, not by code.
+
+    Attributes:
+      window: how many positions back a token sees, itself included; None sees all.
+      attention_bias: whether the q, k and v projections add a bias; `output_bias` the same for the output one.
+      mlp_bias: whether the MLP's projections add one.
+    """
+
+    rope: RopeConfig = RopeConfig()
+    window: int | None = None
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only model's shape: D model, N query heads, K KV heads, H head dim, F feed-forward, V vocabulary."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    layers: tuple[LayerSpec, ...]
+    rms_norm_eps: float
+    max_position: int
+    tie_embeddings: bool
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise InvalidArgumentError(name, getattr(self, name), "a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise InvalidArgumentError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}")
+        if not self.layers:
+            raise InvalidArgumentError("layers", 0, "at least one layer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step and of the queue.
+
+    Attributes:
+      max_num_seqs: most sequences that run at once (device rows).
+      max_num_batched_tokens: token budget of a step, prefill chunks and decodes together.
+      max_model_len: longest sequence, prompt and output together.
+      page_size: tokens a page.
+      num_pages: pages in the pool that sequences may use.
+      prefix_caching: whether full pages are kept and shared between equal prefixes.
+      max_waiting: most requests that may wait; one more is refused.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    prefix_caching: bool = True
+    max_waiting: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise InvalidArgumentError(name, getattr(self, name), "a positive integer")
+        if self.max_model_len < 2:
+            raise InvalidArgumentError("max_model_len", self.max_model_len, "at least 2: one prompt token, one output")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidArgumentError(
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                f"at least max_num_seqs = {self.max_num_seqs}, so that every running sequence gets its token",
+            )

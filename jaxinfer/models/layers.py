@@ -1,0 +1,71 @@
+"""The pieces every decoder is made of, and the key of dimension letters.
+
+Arrays in traced code end in the letters of their dimensions:
+
+    B sequences   T packed tokens   R sampled rows   D model        N query heads   K KV heads
+    G query heads of a KV head      H head dim       F feed-forward V vocabulary    L layers
+    P pages       S sequences of a step              M pages of a sequence
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxinfer.config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """A weight, declared once: initialisation, sharding, the loader's target and abstract trees come from this.
+
+    Attributes:
+      shape: matrices are `[out, in]`, as Hugging Face stores them.
+      axes: logical axis of each dimension, which `sharding.rules` maps to mesh axes; None is never sharded.
+      parts: of a fused weight, (part name, rows along axis 0) in order.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[str | None, ...]
+    parts: tuple[tuple[str, int], ...] = ()
+
+
+def _precision(x: jax.Array) -> lax.Precision:
+    # TPUs multiply float32 in bfloat16 unless told otherwise.
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def linear(x_TI: jax.Array, w_OI: jax.Array, bias_O: jax.Array | None = None, *, dtype: Any = None) -> jax.Array:
+    """`x @ w.T + bias`: every matmul of every model goes through here. Returns [T, O] of x's dtype, or `dtype`."""
+    dims = (((1,), (1,)), ((), ()))
+    y_TO = lax.dot_general(x_TI, w_OI, dims, precision=_precision(x_TI), preferred_element_type=dtype or x_TI.dtype)
+    return y_TO if bias_O is None else y_TO + bias_O
+
+
+def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
+    """Root mean square norm (arXiv:1910.07467), in float32. Returns [T, D] of x's dtype."""
+    x = x_TD.astype(jnp.float32)
+    x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return (x * weight_D).astype(x_TD.dtype)
+
+
+def rope_tables(positions_T: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of rotary embedding (arXiv:2104.09864), each [T, H / 2] float32."""
+    inv_freq = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.factors is not None:
+        inv_freq = inv_freq / np.asarray(rope.factors, np.float64)
+    angles = positions_T.astype(jnp.float32)[:, None] * jnp.asarray(inv_freq, jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x_TNH: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array) -> jax.Array:
+    """Rotates pairs (j, j + H/2), as Hugging Face checkpoints expect. Tables are [T, H / 2]."""
+    a, b = jnp.split(x_TNH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_TH[:, None], sin_TH[:, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_TNH.dtype)

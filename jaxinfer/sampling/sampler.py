@@ -1,0 +1,165 @@
+"""Logits to tokens and log-probabilities, on the device. R sampled rows, V vocabulary.
+
+A row's result depends on that row alone: its logits, its parameters, its seed and its position. Work that only some
+rows need (sampling at all, sorting, log-probabilities) runs under `cond` and is skipped when no row asks for it; what
+it yields for a row never depends on which rows asked.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.types import MAX_LOGPROBS
+
+CANDIDATES = 64  # likeliest tokens looked at first for top_k and top_p; a full sort is the exact fallback
+BLOCK = 256  # vocabulary entries a block of the two-level cumulative sum
+
+
+class SamplingInputs(NamedTuple):
+    """Parameters by row; `types.SamplingParams` tells their meaning.
+
+    `token_mask_RW` packs allowed tokens 32 to a word, least significant bit first; None allows all.
+    """
+
+    temperature_R: jax.Array
+    top_p_R: jax.Array
+    top_k_R: jax.Array
+    min_p_R: jax.Array
+    seed_R2: jax.Array  # uint32
+    position_R: jax.Array  # of the token to be sampled
+    num_logprobs_R: jax.Array  # -1 asks for none
+    token_mask_RW: jax.Array | None = None
+
+
+class SampledTokens(NamedTuple):
+    """What was sampled; the log-probabilities are of the unmodified distribution and 0 where no row asked.
+
+    `rank_R` is 1 for the likeliest token; `top_ids_RX` and `top_logprobs_RX` hold the MAX_LOGPROBS likeliest.
+    """
+
+    token_R: jax.Array
+    logprob_R: jax.Array
+    rank_R: jax.Array
+    top_ids_RX: jax.Array
+    top_logprobs_RX: jax.Array
+
+
+def sample(logits_RV: jax.Array, inputs: SamplingInputs) -> SampledTokens:
+    """Samples a token for each row from float32 logits."""
+    raw_RV = logits_RV
+    if inputs.token_mask_RW is not None:
+        logits_RV = jnp.where(_unpack_mask(inputs.token_mask_RW, logits_RV.shape[1]), logits_RV, -jnp.inf)
+    greedy_R = jnp.argmax(logits_RV, axis=-1).astype(jnp.int32)
+    random_R = inputs.temperature_R > 0
+    token_R = lax.cond(
+        jnp.any(random_R),
+        lambda: jnp.where(random_R, _sample_random(logits_RV, inputs), greedy_R),
+        lambda: greedy_R,
+    )
+    return SampledTokens(token_R, *_logprobs(raw_RV, token_R, jnp.any(inputs.num_logprobs_R >= 0)))
+
+
+def uniform(seed_R2: jax.Array, position_R: jax.Array) -> jax.Array:
+    """One number in [0, 1) for each (seed, position): the same wherever and with whomever it is drawn."""
+
+    def draw(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(key, position))
+
+    return jax.vmap(draw)(seed_R2, position_R)
+
+
+def _sample_random(logits_RV: jax.Array, inputs: SamplingInputs) -> jax.Array:
+    temperature_R = jnp.where(inputs.temperature_R > 0, inputs.temperature_R, 1.0)
+    # The largest is taken off first: a tiny temperature must not overflow.
+    scaled_RV = (logits_RV - jnp.max(logits_RV, axis=-1, keepdims=True)) / temperature_R[:, None]
+    u_R = uniform(inputs.seed_R2, inputs.position_R)
+    weights_RV = jnp.exp(scaled_RV)
+    weights_RV = jnp.where(weights_RV >= inputs.min_p_R[:, None], weights_RV, 0.0)
+    sorts_R = ((inputs.top_k_R > 0) | (inputs.top_p_R < 1.0)) & (inputs.temperature_R > 0)
+    return lax.cond(
+        jnp.any(sorts_R),
+        lambda: jnp.where(sorts_R, _sample_truncated(weights_RV, u_R, sorts_R, inputs), _invert(weights_RV, u_R)),
+        lambda: _invert(weights_RV, u_R),
+    )
+
+
+def _invert(weights_RV: jax.Array, u_R: jax.Array) -> jax.Array:
+    """The token at which the running sum of weights, in order of id, passes u times their total."""
+    R, V = weights_RV.shape
+    blocks_RCB = jnp.pad(weights_RV, ((0, 0), (0, -V % BLOCK))).reshape(R, -1, BLOCK)
+    ends_RC = jnp.cumsum(blocks_RCB.sum(-1), axis=-1)
+    target_R = u_R * ends_RC[:, -1]
+    block_R = jnp.minimum(jnp.sum(ends_RC <= target_R[:, None], axis=-1), _last_positive(blocks_RCB.sum(-1)))
+    before_R = jnp.where(block_R > 0, jnp.take_along_axis(ends_RC, block_R[:, None] - 1, axis=1)[:, 0], 0.0)
+    block_RB = jnp.take_along_axis(blocks_RCB, block_R[:, None, None], axis=1)[:, 0]
+    index_R = jnp.sum(jnp.cumsum(block_RB, axis=-1) <= (target_R - before_R)[:, None], axis=-1)
+    # Rounding may carry past the last token with any weight.
+    return (block_R * BLOCK + jnp.minimum(index_R, _last_positive(block_RB))).astype(jnp.int32)
+
+
+def _last_positive(x_RC: jax.Array) -> jax.Array:
+    return x_RC.shape[1] - 1 - jnp.argmax(x_RC[:, ::-1] > 0, axis=-1)
+
+
+def _sample_truncated(weights_RV: jax.Array, u_R: jax.Array, sorts_R: jax.Array, inputs: SamplingInputs) -> jax.Array:
+    """Samples from each row's likeliest tokens: top_k first, then top_p of what top_k left."""
+    V = weights_RV.shape[1]
+    total_R = weights_RV.sum(-1)
+    k_R = jnp.where((inputs.top_k_R > 0) & (inputs.top_k_R < V), inputs.top_k_R, V)
+    top_RX, ids_RX = lax.top_k(weights_RV, min(CANDIDATES, V))
+    all_in_R = (k_R <= top_RX.shape[1]) | (top_RX[:, -1] <= 0)
+    # Without a small top_k the candidates do if they hold top_p of the whole.
+    enough_R = all_in_R | ((k_R == V) & (jnp.cumsum(top_RX, axis=-1)[:, -1] >= inputs.top_p_R * total_R))
+    denominator_R = jnp.where(all_in_R, -1.0, total_R)
+    few_R = _invert_sorted(top_RX, ids_RX, k_R, inputs.top_p_R, denominator_R, u_R)
+
+    def exact() -> jax.Array:
+        order_RV = jnp.argsort(-weights_RV, axis=-1, stable=True)
+        sorted_RV = jnp.take_along_axis(weights_RV, order_RV, axis=1)
+        return _invert_sorted(sorted_RV, order_RV, k_R, inputs.top_p_R, jnp.full_like(total_R, -1.0), u_R)
+
+    return lax.cond(jnp.any(sorts_R & ~enough_R), lambda: jnp.where(enough_R, few_R, exact()), lambda: few_R)
+
+
+def _invert_sorted(sorted_RX, ids_RX, k_R, top_p_R, denominator_R, u_R) -> jax.Array:
+    """Samples from descending weights; a negative denominator means: the sum of the first k."""
+    in_k_RX = jnp.arange(sorted_RX.shape[1]) < k_R[:, None]
+    sums_RX = jnp.cumsum(jnp.where(in_k_RX, sorted_RX, 0.0), axis=-1)
+    whole_R = jnp.where(denominator_R < 0, sums_RX[:, -1], denominator_R)
+    # A token stays while those before it hold less than top_p; the first always stays.
+    before_RX = jnp.pad(sums_RX, ((0, 0), (1, 0)))[:, :-1]
+    kept_RX = in_k_RX & (before_RX < (top_p_R * whole_R)[:, None]) & (sorted_RX > 0)
+    kept_RX = kept_RX.at[:, 0].set(True)
+    last_R = jnp.sum(kept_RX, axis=-1) - 1
+    mass_R = jnp.take_along_axis(sums_RX, last_R[:, None], axis=1)[:, 0]
+    index_R = jnp.minimum(jnp.sum(sums_RX <= (u_R * mass_R)[:, None], axis=-1), last_R)
+    return jnp.take_along_axis(ids_RX, index_R[:, None], axis=1)[:, 0].astype(jnp.int32)
+
+
+def _logprobs(logits_RV: jax.Array, token_R: jax.Array, wanted: jax.Array) -> tuple[jax.Array, ...]:
+    R, V = logits_RV.shape
+    X = min(MAX_LOGPROBS, V)
+
+    def compute() -> tuple[jax.Array, ...]:
+        # Chosen and top come from one array, so that the same token has the same float.
+        logprobs_RV = jax.nn.log_softmax(logits_RV, axis=-1)
+        chosen_R = jnp.take_along_axis(logprobs_RV, token_R[:, None], axis=1)[:, 0]
+        rank_R = 1 + jnp.sum(logprobs_RV > chosen_R[:, None], axis=-1)
+        top_RX, ids_RX = lax.top_k(logprobs_RV, X)
+        return chosen_R, rank_R.astype(jnp.int32), ids_RX.astype(jnp.int32), top_RX
+
+    def skip() -> tuple[jax.Array, ...]:
+        zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
+        return zeros(R), jnp.zeros(R, jnp.int32), jnp.zeros((R, X), jnp.int32), zeros(R, X)
+
+    return lax.cond(wanted, compute, skip)
+
+
+def _unpack_mask(mask_RW: jax.Array, vocab_size: int) -> jax.Array:
+    bits_RWB = (mask_RW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits_RWB.reshape(mask_RW.shape[0], -1)[:, :vocab_size].astype(bool)

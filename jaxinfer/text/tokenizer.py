@@ -1,0 +1,387 @@
+"""Text to token ids and back, for GGUF files and Hugging Face folders, over the `tokenizers` library.
+
+Control tokens are found here and not by the library: a text is cut at the control strings that may count, and
+each fragment between them is encoded with none in force. So one rule serves both kinds of checkpoint, and a
+string like `<|im_end|>` inside a text becomes a control token only where the caller says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from jaxinfer.errors import CheckpointError, InvalidArgumentError
+from jaxinfer.text import gguf_vocab
+from jaxinfer.text.gguf_vocab import TokenType
+
+# Rust's \s, which decides what a token with `lstrip` or `rstrip` swallows; Python's has four separators more.
+_SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class TextToken(NamedTuple):
+    """A token that its own string yields: a control token or a user-defined one."""
+
+    id: int
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+class Tokenizer:
+    """Encodes and decodes; made by `from_gguf` or `from_folder`. Threads may share one.
+
+    Attributes:
+      vocab_size: ids run from 0 to this, exclusive. A model may have more logits than that, as padding.
+      bos_token_id: the token a text begins with, if the model has one.
+      eos_token_ids: every token that ends the model's output, the tokenizer's own one first.
+      special_ids: the control tokens, which `decode` leaves out by default.
+      special_tokens: `bos_token`, `eos_token` and the like, as chat templates ask for them.
+      chat_template: Jinja source of the model's chat template, if it has one.
+      strip_space: whether a text's very first space is the one that encoding put there, and is not shown.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        encode_fragment: Callable[[str, bool], list[int]],
+        control: Mapping[str, TextToken],
+        user_defined: Mapping[str, TextToken],
+        special_ids: frozenset[int],
+        special_tokens: Mapping[str, str],
+        bos_token_id: int | None,
+        eos_token_ids: tuple[int, ...],
+        prefix_ids: Sequence[int],
+        suffix_ids: Sequence[int],
+        chat_template: str | None,
+        token_bytes: Sequence[bytes] | None,
+        decode_ids: Callable[[list[int], bool], str] | None = None,
+        strip_space: bool = False,
+    ):
+        self.vocab_size = vocab_size
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = eos_token_ids
+        self.special_ids = special_ids
+        self.special_tokens = dict(special_tokens)
+        self.chat_template = chat_template
+        self.strip_space = strip_space
+        self._encode_fragment = encode_fragment
+        # A control token of one character cannot be told from text, so no text yields it.
+        self._control = _Splitter({text: token for text, token in control.items() if len(text) > 1})
+        self._user_defined = _Splitter({text: token for text, token in user_defined.items() if text})
+        self._prefix_ids = list(prefix_ids)
+        self._suffix_ids = list(suffix_ids)
+        self._token_bytes = token_bytes
+        self._decode_ids = decode_ids
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """The tokenizer in a GGUF file.
+
+        Args:
+          metadata: the file's keys and values, arrays as lists.
+
+        Raises:
+          CheckpointError: if a key is missing or does not fit the others.
+          UnsupportedError: if the kind of tokenizer or of pre-tokenizer is not known here; the message names it.
+        """
+        vocab = gguf_vocab.read(metadata)
+
+        def of_type(*types: TokenType) -> dict[str, TextToken]:
+            return {vocab.tokens[i]: TextToken(i) for i, kind in enumerate(vocab.types) if kind in types}
+
+        control = of_type(TokenType.CONTROL, TokenType.UNKNOWN)
+        bos, eos = vocab.role_ids.get("bos_token"), vocab.role_ids.get("eos_token")
+        return cls(
+            vocab_size=len(vocab.tokens),
+            encode_fragment=lambda text, first: vocab.encode_fragment(text),
+            control=control,
+            user_defined=of_type(TokenType.USER_DEFINED),
+            special_ids=frozenset(token.id for token in control.values()),
+            special_tokens={role: vocab.tokens[i] for role, i in vocab.role_ids.items()},
+            bos_token_id=bos,
+            eos_token_ids=vocab.eos_ids,
+            prefix_ids=[bos] if vocab.add_bos and bos is not None else [],
+            suffix_ids=[eos] if vocab.add_eos and eos is not None else [],
+            chat_template=metadata.get("tokenizer.chat_template"),
+            token_bytes=vocab.token_bytes,
+            strip_space=vocab.strip_space,
+        )
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """The tokenizer in a Hugging Face folder.
+
+        `tokenizer.json` is read as it is; a folder without one is converted by `transformers`, which takes
+        seconds to import.
+
+        Raises:
+          CheckpointError: if the folder holds no tokenizer that can be read.
+        """
+        folder = Path(path)
+        backend = _read_backend(folder)
+        settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        tokens = backend.get_vocab(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        vocab_size = max(tokens.values(), default=-1) + 1
+
+        roles = {role: settings.get(role) for role in _ROLES}
+        roles = {role: value["content"] if isinstance(value, dict) else value for role, value in roles.items()}
+        special_tokens = {role: text for role, text in roles.items() if isinstance(text, str)}
+        bos, eos = (tokens.get(special_tokens.get(role, "")) for role in ("bos_token", "eos_token"))
+        ends = _read_json(folder / "generation_config.json").get("eos_token_id")
+        if ends is None:
+            ends = _read_json(folder / "config.json").get("eos_token_id")
+        ends = [eos, *(ends if isinstance(ends, list) else [ends])]
+
+        prefix, suffix = _added_around(backend)
+        if (add := settings.get("add_bos_token")) is not None and bos is not None:
+            prefix = [bos] * bool(add) + [i for i in prefix if i != bos]
+        if (add := settings.get("add_eos_token")) is not None and eos is not None:
+            suffix = [i for i in suffix if i != eos] + [eos] * bool(add)
+
+        decoding = _byte_decoding(backend, tokens, added, vocab_size)
+        backend.encode_special_tokens = True
+        # After a control token the library may encode a text's beginning otherwise than at the very start, so
+        # such a fragment follows a token of its own. Nobody can guess its string.
+        anchor = tokenizers.AddedToken(f"\ufdd0{secrets.token_hex(16)}\ufdd1", normalized=False, special=False)
+        backend.add_tokens([anchor])
+
+        def encode_fragment(text: str, first: bool) -> list[int]:
+            if first:
+                return backend.encode(text, add_special_tokens=False).ids
+            return backend.encode(anchor.content + text, add_special_tokens=False).ids[1:]
+
+        return cls(
+            vocab_size=vocab_size,
+            encode_fragment=encode_fragment,
+            control={t.content: TextToken(i, t.lstrip, t.rstrip) for i, t in added.items() if t.special},
+            user_defined={},
+            special_ids=frozenset(i for i, token in added.items() if token.special),
+            special_tokens=special_tokens,
+            bos_token_id=bos,
+            eos_token_ids=tuple(dict.fromkeys(i for i in ends if isinstance(i, int))),
+            prefix_ids=prefix,
+            suffix_ids=suffix,
+            chat_template=_read_chat_template(folder, settings),
+            token_bytes=decoding and decoding[0],
+            decode_ids=lambda ids, skip: backend.decode(ids, skip_special_tokens=skip),
+            strip_space=bool(decoding and decoding[1]),
+        )
+
+    @property
+    def control_strings(self) -> Iterable[str]:
+        """The strings that stand for control tokens where control tokens count."""
+        return self._control.tokens
+
+    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+          parse_special: whether the strings of control tokens in the text become those tokens.
+          add_bos: whether to add what the model's prompts begin with (and end with, where the checkpoint says so).
+
+        Raises:
+          InvalidArgumentError: if the text is no string or holds half of a surrogate pair.
+        """
+        if not isinstance(text, str):
+            raise InvalidArgumentError("text", text, "a string")
+        ids = self.encode_segments(self.split_control(text) if parse_special else [text])
+        return [*self._prefix_ids, *ids, *self._suffix_ids] if add_bos else ids
+
+    def split_control(self, text: str) -> Iterator[str | int]:
+        """Cuts a text at the strings of control tokens, giving those as ids."""
+        return self._control.split(text)
+
+    def break_control(self, text: str, mark: str) -> str:
+        """Puts a mark, which is in no control string, into each control string of a text, so that none is left."""
+        return self._control.break_up(text, mark)
+
+    def encode_segments(self, segments: Iterable[str | int]) -> list[int]:
+        """Token ids of one text given in pieces; strings are plain text, ids stay as they are.
+
+        Raises:
+          InvalidArgumentError: if a string holds half of a surrogate pair.
+        """
+        ids: list[int] = []
+        first = True
+        for segment in segments:
+            parts = self._user_defined.split(segment) if isinstance(segment, str) else (segment,)
+            for part in parts:
+                if isinstance(part, str):
+                    _check_text(part)
+                    ids += self._encode_fragment(part, first)
+                else:
+                    ids.append(part)
+                first = False
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+          InvalidArgumentError: if an id is not in the vocabulary; the message names both.
+        """
+        self.check_ids("token_ids", ids)
+        table = self.token_bytes(skip_special_tokens)
+        if table is None:
+            assert self._decode_ids is not None
+            return self._decode_ids(list(ids), skip_special_tokens)
+        text = b"".join([table[i] for i in ids]).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self.strip_space else text
+
+    def token_bytes(self, skip_special_tokens: bool) -> Sequence[bytes] | None:
+        """Of each id, its bytes, such that a text is their join; None if the decoder cannot be put so."""
+        return self._shown_bytes if skip_special_tokens else self._token_bytes
+
+    @functools.cached_property
+    def _shown_bytes(self) -> Sequence[bytes] | None:
+        if self._token_bytes is None:
+            return None
+        return [b"" if i in self.special_ids else token for i, token in enumerate(self._token_bytes)]
+
+    def check_ids(self, field: str, ids: Sequence[int]) -> None:
+        """Raises InvalidArgumentError, naming the id and the vocabulary's size, if an id is not in the vocabulary."""
+        if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
+            return
+        wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+        raise InvalidArgumentError(
+            field, wrong, f"ids are 0 to {self.vocab_size - 1}, a vocabulary of {self.vocab_size}"
+        )
+
+
+class _Splitter:
+    """Cuts texts at the strings of some tokens: leftmost first, the longest among those that begin together."""
+
+    def __init__(self, tokens: Mapping[str, TextToken]):
+        self.tokens = dict(tokens)
+        texts = sorted(tokens, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        # A string's first character with the rest ahead: so strings that overlap are all found.
+        firsts = [f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in tokens]
+        self._first = re.compile("|".join(firsts)) if firsts else None
+
+    def break_up(self, text: str, mark: str) -> str:
+        return text if self._first is None else self._first.sub(rf"\g<0>{mark}", text)
+
+    def split(self, text: str) -> Iterator[str | int]:
+        end = 0
+        for match in self._pattern.finditer(text) if self._pattern else ():
+            token = self.tokens[match[0]]
+            before = text[end : match.start()]
+            if token.lstrip:
+                before = before.rstrip(_SPACES)
+            if before:
+                yield before
+            yield token.id
+            end = match.end()
+            while token.rstrip and end < len(text) and text[end] in _SPACES:
+                end += 1
+        if end < len(text):
+            yield text[end:]
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError("text", text[error.start], "half of a surrogate pair is no character") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON file's object, or an empty one if there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return value
+
+
+def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises no narrower one
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+    else:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder")
+        try:
+            from transformers import AutoTokenizer
+
+            backend = AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
+        except Exception as error:  # whatever the folder's files make it raise
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json, and transformers cannot make one: {error}"
+            ) from None
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _added_around(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """What the tokenizer's post-processor puts before and after a text."""
+    encoding = backend.encode("a")
+    added = encoding.special_tokens_mask
+    count = added.index(0) if 0 in added else len(added)
+    rest = added[::-1].index(0) if 0 in added else 0
+    return encoding.ids[:count], encoding.ids[len(added) - rest :]
+
+
+def _read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = _read_json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+def _byte_decoding(
+    backend: tokenizers.Tokenizer,
+    tokens: Mapping[str, int],
+    added: Mapping[int, tokenizers.AddedToken],
+    vocab_size: int,
+) -> tuple[list[bytes], bool] | None:
+    """Of each id its bytes, and whether a first space is dropped; None if the decoder cannot be put so."""
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else None
+    steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    strip = False
+    if kinds == ["ByteLevel"]:
+        to_bytes = gguf_vocab.byte_level_bytes
+    elif kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
+        replace = steps[0]
+        if replace["pattern"] != {"String": "▁"} or replace["content"] != " ":
+            return None
+        if len(steps) == 4:
+            if (steps[3]["content"], steps[3]["start"], steps[3]["stop"]) != (" ", 1, 0):
+                return None
+            strip = True
+
+        def to_bytes(token: str) -> bytes:
+            if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+                return bytes([int(token[3:5], 16)])
+            return token.replace("▁", " ").encode()
+
+    else:
+        return None
+    table = [b""] * vocab_size
+    for token, i in tokens.items():
+        # An added token's own string is plain, whatever the model's tokens are written in.
+        table[i] = token.encode() if i in added and kinds == ["ByteLevel"] else to_bytes(token)
+    return table, strip
