@@ -94,3 +94,36 @@ class SchedulerConfig:
                 self.max_num_batched_tokens,
                 f"at least max_num_seqs = {self.max_num_seqs}, so that every running sequence gets its token",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to serve a model; None lets the engine choose by model and device, and it says what it chose.
+
+    Attributes:
+      model: a Hugging Face folder, a .gguf file, a hub id or an alias.
+      dtype: of weights and cache: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+      mesh: mesh axes and sizes, as "tensor=1"; this version serves one device.
+      quantize: weights at fewer bits; none yet.
+      max_model_len: longest sequence, prompt and output together; None is the model's own limit.
+      max_num_seqs: most sequences that run at once.
+      max_num_batched_tokens: token budget of a step.
+      page_size: tokens a page of the KV cache.
+      kv_cache_bytes: memory of the page pool; None takes 1 GiB on a CPU, else what is left of the device's memory.
+      prefix_caching: share full pages between equal prefixes.
+      max_waiting: most requests that may wait.
+      compile_cache: keep compiled programs on disk.
+    """
+
+    model: str = "smollm2-135m-instruct"
+    dtype: str = "auto"
+    mesh: str | None = None
+    quantize: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 256
+    page_size: int = 32
+    kv_cache_bytes: int | None = None
+    prefix_caching: bool = True
+    max_waiting: int = 1024
+    compile_cache: bool = True

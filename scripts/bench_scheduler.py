@@ -40,7 +40,8 @@ def measure(running: int, steps: int) -> dict[str, float]:
         prompt = random.integers(0, 50_000, PROMPT_TOKENS - i % PAGE_SIZE)
         scheduler.add(make_samples(f"request-{i}", prompt, params, seed=i))
     before = scheduler.plan()
-    plans, commits = [], []
+    plans: list[float] = []
+    commits: list[float] = []
     while len(plans) < steps:
         started = perf_counter()
         plan = scheduler.plan()

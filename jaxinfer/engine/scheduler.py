@@ -169,8 +169,13 @@ class Scheduler:
 
         The pool is lost with the step, so all plans in flight are dropped and all else starts again, as in
         `reset_cache`. A request is reported once and whole, so its samples outside the step end with it.
+
+        Raises:
+          ValueError: `plan` is not in flight.
         """
-        rows = next(flight.rows for flight in self._in_flight if flight.plan is plan)
+        rows = next((flight.rows for flight in self._in_flight if flight.plan is plan), None)
+        if rows is None:
+            raise ValueError(f"step {plan.step} is not in flight")
         request_ids = dict.fromkeys(sequence.request_id for sequence, *_ in rows if not sequence.finished)
         self.reset_cache()
         return [sequence for request_id in request_ids for sequence in self.abort(request_id)]

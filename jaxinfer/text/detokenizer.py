@@ -113,9 +113,9 @@ class Detokenizer:
     def _release(self, end: int) -> Piece:
         count = end - self._sent
         text, self._held, self._sent = self._held[:count], self._held[count:], end
-        waiting, ids = self._waiting, []
-        while waiting and waiting[0][1] < end:
-            ids.append(waiting.popleft()[0])
+        ids = []
+        while self._waiting and self._waiting[0][1] < end:
+            ids.append(self._waiting.popleft()[0])
         return Piece(text, tuple(ids))
 
 

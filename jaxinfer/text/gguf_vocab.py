@@ -1,7 +1,9 @@
 """A GGUF file's tokenizer, rebuilt from its metadata: byte-level BPE (`gpt2`) and SentencePiece BPE (`llama`).
 
 The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; how each kind encodes is what
-llama.cpp does with the same file.
+llama.cpp does with the same file. Where its word patterns are known to differ from the ones the model was made
+with, the model's own stand here: `tekken` and `gpt-4o` take combining marks for letters, and the DeepSeek ones
+take the spaces from U+2000 on for part of their ideograph range.
 """
 
 from __future__ import annotations

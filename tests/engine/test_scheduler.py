@@ -552,8 +552,9 @@ def test_failed_step_ends_whole_requests_and_suspends_the_rest() -> None:
     assert c.status is Status.WAITING
     assert scheduler.num_in_flight == 0
     assert scheduler.pages.num_free == 32
-    with pytest.raises(ValueError):
-        commit(scheduler, third)
+    for call in (commit, Scheduler.fail):
+        with pytest.raises(ValueError, match=r"not.* in flight"):
+            call(scheduler, third)
     scheduler.audit()
     assert plan(scheduler).starts.tolist() == [0]
 

@@ -329,6 +329,22 @@ def test_failed_step_ends_its_requests_and_the_rest_start_again() -> None:
     assert [len(simulation.emitted[s]) for s in simulation.sequences[2:]] == [12, 12]
 
 
+def test_same_calls_give_the_same_plans() -> None:
+    runs = []
+    for _ in range(2):
+        simulation, plans = Simulation(config_of(num_pages=16)), []
+        for i in range(6):
+            simulation.add(f"r{i}", prompt_of(9, i // 2), n=1 + i % 2, max_tokens=20, seed=i)
+        while simulation.scheduler.has_unfinished:
+            simulation.turn()
+            if simulation.steps:
+                plan = simulation.steps[-1].plan
+                plans.append([getattr(plan, name) for name in StepPlan.__slots__])
+        runs.append([[np.asarray(value).tobytes() for value in values] for values in plans])
+    assert runs[0] == runs[1]
+    assert len(runs[0]) > 20
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, are aborted and fail at any moment; the loop reads with or without overlap."""
 

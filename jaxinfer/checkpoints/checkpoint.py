@@ -1,0 +1,117 @@
+"""One door to every kind of checkpoint: what the model is, and how its weights are loaded."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxinfer.checkpoints.placement import Place, Progress, load_weights
+from jaxinfer.checkpoints.reader import TensorReader
+from jaxinfer.checkpoints.source import Source
+from jaxinfer.config import ModelConfig
+from jaxinfer.errors import CheckpointError, InvalidArgumentError
+from jaxinfer.models.family import NameMap
+from jaxinfer.models.registry import family_of_gguf, family_of_hf
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened checkpoint; nothing but headers has been read.
+
+    Attributes:
+      source: where it is.
+      config: the model's.
+      dtype: its natural dtype: bfloat16, float16 or float32; bfloat16 if it is quantized.
+      tokenizer_metadata: a GGUF's metadata, which has its tokenizer and chat template; None for a folder.
+      folder: a Hugging Face folder, where its tokenizer lies; None for a GGUF.
+    """
+
+    source: Source
+    config: ModelConfig
+    dtype: np.dtype
+    tokenizer_metadata: dict[str, Any] | None
+    folder: Path | None
+    _reader: TensorReader = field(repr=False)
+    _names: NameMap = field(repr=False)
+
+    def load(
+        self, *, place: Place | None = None, dtype: Any = None, progress: Progress | None = None
+    ) -> dict[str, jax.Array]:
+        """Loads the weights, by path.
+
+        Args:
+          place: puts a host array, given its path, on the devices; by default on JAX's default device.
+          dtype: of all weights but norms; by default the checkpoint's own.
+          progress, raises: as `load_weights`.
+        """
+        from jaxinfer.models.decoder import weight_specs  # brings Flax, which reading a config does not need
+
+        specs = weight_specs(self.config, self.dtype if dtype is None else dtype)
+        return load_weights(self._reader, self._names, specs, place or _put_on_default_device, progress)
+
+
+def _put_on_default_device(path: str, array: np.ndarray) -> jax.Array:
+    return jax.device_put(array)
+
+
+def open_checkpoint(source: Source) -> Checkpoint:
+    """Opens what `resolve` found.
+
+    Raises:
+      CheckpointError: a file is missing, broken or truncated, or the config does not describe a model.
+      UnsupportedError: a family, or something in its config, that this version does not have.
+    """
+    try:
+        return _open_gguf(source) if source.kind == "gguf" else _open_hf(source)
+    except InvalidArgumentError as error:  # sizes that do not fit together
+        raise CheckpointError(f"{source.path}: {error}") from error
+
+
+def _open_hf(source: Source) -> Checkpoint:
+    from jaxinfer.checkpoints.safetensors import SafetensorsReader, read_json
+
+    folder = source.path
+    config_json = read_json(folder / "config.json")
+    family = family_of_hf(config_json)
+    if (folder / "generation_config.json").exists():
+        # Chat models often name their end-of-turn tokens only there.
+        generation = read_json(folder / "generation_config.json")
+        config_json["eos_token_id"] = list(
+            dict.fromkeys(_as_list(config_json.get("eos_token_id")) + _as_list(generation.get("eos_token_id")))
+        )
+    config = family.config_from_hf(config_json)
+    reader = SafetensorsReader(folder)
+    return Checkpoint(source, config, _natural_dtype(reader), None, folder, reader, family.hf_names(config))
+
+
+def _open_gguf(source: Source) -> Checkpoint:
+    from jaxinfer.checkpoints.gguf import GGUFReader
+
+    reader = GGUFReader(source.path)
+    family = family_of_gguf(reader.metadata)
+    shapes = {name: info.shape for name, info in reader.tensors.items()}
+    rope_factors = reader.read("rope_freqs.weight") if "rope_freqs.weight" in shapes else None
+    config = family.config_from_gguf(reader.metadata, shapes, rope_factors)
+    return Checkpoint(source, config, _natural_dtype(reader), reader.metadata, None, reader, family.gguf_names(config))
+
+
+def _as_list(ids: Any) -> list[Any]:
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
+
+
+def _natural_dtype(reader: TensorReader) -> np.dtype:
+    """Returns the dtype that most elements of matrices have; bfloat16 where that is a quantized one."""
+    elements: Counter[str] = Counter()
+    for info in reader.tensors.values():
+        if len(info.shape) > 1:
+            elements[info.dtype] += math.prod(info.shape)
+    floats: dict[str, Any] = {"F64": np.float32, "F32": np.float32, "F16": np.float16}
+    most = max(elements, key=elements.__getitem__, default="BF16")
+    return np.dtype(floats.get(most, ml_dtypes.bfloat16))

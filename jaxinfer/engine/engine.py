@@ -1,0 +1,449 @@
+"""The engine: a model on its devices, serving requests from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxinfer.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from jaxinfer.checkpoints.source import resolve
+from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from jaxinfer.engine.executables import ExecutableCache
+from jaxinfer.engine.live_request import LiveRequest, Sink
+from jaxinfer.engine.loop import EngineLoop
+from jaxinfer.engine.runner import Runner
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.sequence import make_samples
+from jaxinfer.errors import (
+    DrainingError,
+    EngineDeadError,
+    InvalidArgumentError,
+    QueueFullError,
+    RequestExistsError,
+    UnsupportedError,
+)
+from jaxinfer.kv_cache.pool import page_bytes
+from jaxinfer.models.decoder import decoder_structure
+from jaxinfer.text.chat import encode_chat
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import EngineStats, Event, Failed, Finished, Request
+from sharding.mesh import MeshConfig, MeshError
+
+logger = logging.getLogger(__name__)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+CPU_KV_CACHE_BYTES = 1 << 30
+DEVICE_MEMORY_FRACTION = 0.9  # of an accelerator's memory, weights and pages together; the rest is temporaries
+SMALLEST_STEP = 8  # bfloat16 with one row is slower than with eight on CPUs, and no faster elsewhere
+
+# (stage, done, total): stages are "download", "load" (bytes) and "warm-up" (programs).
+type Progress = Callable[[str, int, int], None]
+
+
+class EngineState(StrEnum):
+    """Where an engine stands; only `READY` takes requests."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class Engine:
+    """Serves one model. `Engine.start` makes one; `stream` and `submit` may be called from any thread.
+
+    Attributes:
+      model_name: as the user gave it.
+      startup_seconds: what each part of the start took.
+    """
+
+    def __init__(
+        self, name: str, model: ModelConfig, scheduler: SchedulerConfig, tokenizer: Tokenizer, runner: Runner
+    ):
+        self.model_name, self.model_config, self.scheduler_config = name, model, scheduler
+        self.tokenizer, self.runner = tokenizer, runner
+        self.startup_seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._live: dict[str, LiveRequest | None] = {}  # None while its prompt is being tokenized
+        self._waiting = 0
+        self._state = EngineState.STARTING
+        self._death: EngineDeadError | None = None
+        eos = dict.fromkeys((*model.eos_token_ids, *tokenizer.eos_token_ids))
+        self._loop = EngineLoop(
+            Scheduler(scheduler, tuple(eos)),
+            runner,
+            on_start=self._on_start,
+            on_end=self._on_end,
+            on_death=self._on_death,
+        )
+
+    @classmethod
+    def start(
+        cls, config: EngineConfig, *, cache_dir: Path, offline: bool = False, progress: Progress | None = None
+    ) -> Engine:
+        """Finds, loads and warms up a model; returns when it is ready.
+
+        Raises:
+          ModelNotFoundError, CheckpointError, UnsupportedError, InvalidArgumentError: what is wrong and where.
+        """
+        report: Progress = progress or (lambda stage, done, total: None)
+        clock = _Clock()
+        mesh = _mesh(config)
+        if config.quantize is not None:
+            raise UnsupportedError(f"quantize={config.quantize!r}: this version serves weights in float only")
+        if config.dtype not in DTYPES:
+            raise InvalidArgumentError("dtype", config.dtype, f"one of {', '.join(DTYPES)}")
+        source = resolve(
+            config.model, cache_dir=cache_dir, offline=offline, progress=lambda done, all_: report("download", done, all_)
+        )
+        clock.lap("find")
+        checkpoint = open_checkpoint(source)
+        tokenizer = _Background(lambda: _tokenizer(checkpoint))
+        dtype = checkpoint.dtype if config.dtype == "auto" else np.dtype(_jax_dtype(config.dtype))
+        sharding = NamedSharding(mesh, PartitionSpec())
+        weights = checkpoint.load(
+            place=lambda path, array: jax.device_put(array, sharding),
+            dtype=dtype,
+            progress=lambda done, all_: report("load", done, all_),
+        )
+        clock.lap("load")
+        model = checkpoint.config
+        scheduler = _scheduler_config(config, model, dtype, mesh)
+        structure = decoder_structure(model, dtype)
+        runner = Runner(
+            structure,
+            structure.flatten(weights),
+            model,
+            scheduler,
+            max_pages_per_seq=-(-scheduler.max_model_len // scheduler.page_size),
+            step_sizes=_step_sizes(scheduler),
+            kv_dtype=dtype,
+            sharding=sharding,
+            executables=ExecutableCache(cache_dir / "programs" if config.compile_cache else None),
+        )
+        runner.warm_up(lambda what, done, total: report("warm-up", done, total))
+        clock.lap("warm-up")
+        engine = cls(config.model, model, scheduler, tokenizer.result(), runner)
+        engine.startup_seconds = clock.laps
+        logger.info(
+            "%s: %s, %d layers, %s; %d sequences at once, context %d, %d pages of %d tokens; started in %s",
+            config.model,
+            model.family,
+            len(model.layers),
+            dtype,
+            scheduler.max_num_seqs,
+            scheduler.max_model_len,
+            scheduler.num_pages,
+            scheduler.page_size,
+            ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.laps.items()),
+        )
+        engine._begin()
+        return engine
+
+    def _begin(self) -> None:
+        self._state = EngineState.READY
+        self._loop.start()
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    def stats(self) -> EngineStats:
+        """A snapshot as of the last step."""
+        return self._loop.stats
+
+    # Text.
+
+    def tokenize(self, text: str, *, parse_special: bool = False, add_bos: bool = True) -> list[int]:
+        """Token ids of a text; control-token strings in it stay text unless `parse_special`."""
+        return self.tokenizer.encode(text, parse_special=parse_special, add_bos=add_bos)
+
+    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation by the model's chat template, ready for the reply."""
+        return encode_chat(self.tokenizer, messages)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    # Requests.
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Starts a request; its events go to `sink`, on the loop thread, and end in one Finished or Failed.
+
+        Raises:
+          InvalidArgumentError, RequestExistsError, QueueFullError, DrainingError, EngineDeadError: nothing was
+            started, and `sink` will not be called.
+        """
+        self._enter(request)
+        try:
+            live = self._make_live(request, sink)
+        except BaseException:
+            with self._lock:
+                del self._live[request.request_id]
+                self._waiting -= 1
+            raise
+        with self._lock:
+            self._live[request.request_id] = live
+        self._loop.submit(live)
+        if self._death is not None:  # it may have died since the check at the door
+            self._loop.fail_all(self._death)
+
+    def _enter(self, request: Request) -> None:
+        with self._lock:
+            self._check_open()
+            if request.request_id in self._live:
+                raise RequestExistsError(f"request {request.request_id!r} is live already")
+            limit = self.scheduler_config.max_waiting
+            if self._waiting >= limit:
+                raise QueueFullError(f"{self._waiting} requests are waiting, the limit is {limit}; try again later")
+            self._live[request.request_id] = None
+            self._waiting += 1
+
+    def _check_open(self) -> None:
+        if self._state is EngineState.DEAD:
+            raise self._death or EngineDeadError("the engine is closed")
+        if self._state is EngineState.DRAINING:
+            raise DrainingError("the engine is shutting down")
+
+    def _make_live(self, request: Request, sink: Sink) -> LiveRequest:
+        prompt = self._prompt_ids(request)
+        if not prompt:
+            raise InvalidArgumentError("prompt", "", "at least one token")
+        longest = self.scheduler_config.max_model_len - 1
+        if len(prompt) > longest:
+            allowed = f"at most {longest} tokens: the context is {longest + 1}, prompt and output together"
+            raise InvalidArgumentError("prompt", f"{len(prompt)} tokens", allowed)
+        seed = request.params.seed
+        samples = make_samples(
+            request.request_id,
+            np.asarray(prompt, np.int32),
+            request.params,
+            seed=secrets.randbits(64) if seed is None else seed,
+            priority=request.priority,
+        )
+        return LiveRequest(samples, self.tokenizer, sink)
+
+    def _prompt_ids(self, request: Request) -> Sequence[int]:
+        if request.token_ids is not None:
+            vocab = self.model_config.vocab_size
+            for token_id in request.token_ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
+                    raise InvalidArgumentError("token_ids", token_id, "integers")
+                if not 0 <= token_id < vocab:
+                    raise InvalidArgumentError("token_ids", token_id, f"0 to {vocab - 1} (the vocabulary has {vocab})")
+            return request.token_ids
+        if request.messages is not None:
+            return self.tokenize_chat(request.messages)
+        assert request.text is not None
+        if not request.text:
+            raise InvalidArgumentError("text", "", "at least one character")
+        if not request.parse_special and (found := self._control_string(request.text)):
+            logger.warning(
+                "request %s: the prompt holds the control token's string %r as plain text; set parse_special if it "
+                "is meant as the token",
+                request.request_id,
+                found,
+            )
+        return self.tokenize(request.text, parse_special=request.parse_special)
+
+    def _control_string(self, text: str) -> str | None:
+        ids = [part for part in self.tokenizer.split_control(text) if isinstance(part, int)]
+        return self.tokenizer.decode(ids[:1], skip_special_tokens=False) if ids else None
+
+    async def stream(self, request: Request) -> AsyncIterator[Event]:
+        """Events of a request, ending in one Finished or Failed. Closing the iterator early aborts the request.
+
+        Raises: before the first event, as `submit`.
+        """
+        events: asyncio.Queue[list[Event]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def sink(batch: list[Event]) -> None:
+            try:
+                loop.call_soon_threadsafe(events.put_nowait, batch)
+            except RuntimeError:  # the client's event loop is closed: nobody listens
+                if not isinstance(batch[-1], (Finished, Failed)):
+                    self.abort(request.request_id)
+
+        # Tokenizing a long prompt takes long enough to stall every other stream of the event loop.
+        await asyncio.to_thread(self.submit, request, sink)
+        over = False
+        try:
+            while not over:
+                for event in await events.get():
+                    over = isinstance(event, (Finished, Failed))
+                    yield event
+        finally:
+            if not over:
+                self.abort(request.request_id)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request with finish reason ABORT; False if none of that id lives."""
+        with self._lock:
+            known = request_id in self._live
+        if known:
+            self._loop.abort(request_id)
+        return known
+
+    # The end.
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests and waits for the live ones; those left at the end fail with DrainingError.
+
+        Returns False if some were left.
+        """
+        with self._lock:
+            if self._state is EngineState.READY:
+                self._state = EngineState.DRAINING
+        end = time.monotonic() + timeout_s
+        while self._live and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        if not self._live:
+            return True
+        self._loop.fail_all(DrainingError(f"the engine shut down before the request ended ({timeout_s:g} s)"))
+        end = time.monotonic() + 10.0
+        while self._live and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        return False
+
+    def close(self) -> None:
+        """Stops the loop; live requests fail with EngineDeadError."""
+        with self._lock:
+            if self._state is not EngineState.DEAD:
+                self._state = EngineState.DEAD
+        self._loop.fail_all(EngineDeadError("the engine is closed"))
+        self._loop.stop()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # From the loop thread.
+
+    def _on_start(self, live: LiveRequest) -> None:
+        with self._lock:
+            self._waiting -= 1
+
+    def _on_end(self, live: LiveRequest) -> None:
+        with self._lock:
+            if not live.started:
+                self._waiting -= 1
+            if self._live.get(live.request_id) is live:
+                del self._live[live.request_id]
+
+    def _on_death(self, error: EngineDeadError) -> None:
+        with self._lock:
+            self._state, self._death = EngineState.DEAD, error
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = round(now - self._last, 2)
+        self._last = now
+
+
+class _Background[T]:
+    """A value computed on a thread, since it waits for no other part of the start."""
+
+    def __init__(self, function: Callable[[], T]):
+        self._outcome: list[tuple[T | None, BaseException | None]] = []
+
+        def run() -> None:
+            try:
+                self._outcome.append((function(), None))
+            except BaseException as error:
+                self._outcome.append((None, error))
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def result(self) -> T:
+        self._thread.join()
+        value, error = self._outcome[0]
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.tokenizer_metadata is not None:
+        return Tokenizer.from_gguf(checkpoint.tokenizer_metadata)
+    assert checkpoint.folder is not None
+    return Tokenizer.from_folder(checkpoint.folder)
+
+
+def _mesh(config: EngineConfig) -> jax.sharding.Mesh:
+    try:
+        mesh = MeshConfig.parse(config.mesh)
+        if mesh.num_devices > 1:
+            raise UnsupportedError(f"mesh {config.mesh!r}: this version serves on one device; use tensor=1")
+        return mesh.build()
+    except MeshError as error:
+        raise InvalidArgumentError("mesh", config.mesh, str(error)) from error
+
+
+def _jax_dtype(name: str) -> Any:
+    return getattr(jax.numpy, name)
+
+
+def _step_sizes(scheduler: SchedulerConfig) -> tuple[int, ...]:
+    """Packed-token counts to compile for: steps of four up to the running sequences, and the whole budget."""
+    sizes = {scheduler.max_num_batched_tokens, max(scheduler.max_num_seqs, SMALLEST_STEP)}
+    size = SMALLEST_STEP
+    while size < scheduler.max_num_seqs:
+        sizes.add(size)
+        size *= 4
+    return tuple(sorted(s for s in sizes if s <= scheduler.max_num_batched_tokens) or [scheduler.max_num_batched_tokens])
+
+
+def _scheduler_config(
+    config: EngineConfig, model: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh
+) -> SchedulerConfig:
+    max_model_len = model.max_position if config.max_model_len is None else config.max_model_len
+    if max_model_len > model.max_position:
+        raise InvalidArgumentError("max_model_len", max_model_len, f"at most the model's context, {model.max_position}")
+    per_page = page_bytes(model, config.page_size, dtype)
+    budget = config.kv_cache_bytes
+    if budget is None:
+        budget = _free_memory(mesh.devices.flat[0])
+    num_pages = budget // per_page
+    if num_pages < 1:
+        raise InvalidArgumentError("kv_cache_bytes", budget, f"at least one page, {per_page} bytes")
+    # More pages than all sequences can use would never be touched.
+    most = config.max_num_seqs * -(-max_model_len // config.page_size)
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        max_model_len=max_model_len,
+        page_size=config.page_size,
+        num_pages=min(num_pages, most),
+        prefix_caching=config.prefix_caching,
+        max_waiting=config.max_waiting,
+    )
+
+
+def _free_memory(device: jax.Device) -> int:
+    """Bytes the pool may take on a device that holds the weights already."""
+    stats = device.memory_stats()
+    if device.platform == "cpu" or not stats:
+        return CPU_KV_CACHE_BYTES
+    return int(stats["bytes_limit"] * DEVICE_MEMORY_FRACTION) - stats["bytes_in_use"]

@@ -1,0 +1,102 @@
+"""Compiled programs kept on disk, and a count of what XLA compiles.
+
+A stored program is found again only under the same jaxinfer source, JAX, device, processor, flags and shapes. Files
+are written whole or not at all, and one that does not load is reported and made again. They are pickles, as JAX
+serializes them: the folder must belong to the user, like any other cache of code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+import jaxinfer
+import pallas_kernels
+
+logger = logging.getLogger(__name__)
+
+_compiles = 0
+
+
+def _count(event: str, duration: float, **_: Any) -> None:
+    global _compiles
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiles += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def compile_count() -> int:
+    """How often XLA has compiled in this process, stray eager operations included."""
+    return _compiles
+
+
+@cache
+def _environment() -> str:
+    """What makes a stored program valid, besides its own shapes."""
+    digest = hashlib.sha256()
+    for package in (jaxinfer, pallas_kernels):
+        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
+            digest.update(path.read_bytes())
+    flags = ""
+    if (cpuinfo := Path("/proc/cpuinfo")).exists():
+        flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+    device = jax.devices()[0]
+    return "\n".join(
+        [
+            digest.hexdigest(),
+            jax.__version__,
+            jaxlib.__version__,
+            device.device_kind,
+            device.client.platform_version,
+            platform.machine(),
+            flags,
+            os.environ.get("XLA_FLAGS", ""),  # changes what the compiler makes
+        ]
+    )
+
+
+class ExecutableCache:
+    """A folder of serialized executables; None keeps nothing."""
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+
+    def _path(self, key: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{hashlib.sha256((_environment() + key).encode()).hexdigest()[:40]}.jaxexe"
+
+    def load(self, key: str) -> jax.stages.Compiled | None:
+        """The program stored under `key`, or None."""
+        if self.folder is None or not (path := self._path(key)).exists():
+            return None
+        try:
+            return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+        except Exception as error:
+            logger.warning("stored program %s does not load (%s); compiling it again", path.name, error)
+            return None
+
+    def store(self, key: str, compiled: jax.stages.Compiled) -> None:
+        """Stores a program; a failure is logged, since it costs only time later."""
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            payload = pickle.dumps(serialize_executable.serialize(compiled))
+            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
+                file.write(payload)
+            os.replace(file.name, self._path(key))
+        except Exception as error:
+            logger.warning("could not store a compiled program in %s: %s", self.folder, error)

@@ -1,0 +1,141 @@
+"""A request from arrival to its last event: its samples' text, log-probabilities, times and ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from jaxinfer.engine.scheduler import NewToken
+from jaxinfer.engine.sequence import Sequence
+from jaxinfer.errors import JaxinferError
+from jaxinfer.text.detokenizer import Detokenizer, Piece
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PositionLogprobs,
+    SampleEnd,
+    StepTokens,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+
+# Called on the engine's loop thread with each request's events, in order; must not block.
+type Sink = Callable[[list[Event]], None]
+
+
+class LiveRequest:
+    """Turns a request's tokens into events. Used by the loop thread alone, once it is submitted."""
+
+    def __init__(self, samples: list[Sequence], tokenizer: Tokenizer, sink: Sink):
+        first = samples[0]
+        self.request_id, self.samples, self._sink = first.request_id, samples, sink
+        params = first.params
+        prompt = first.prompt_token_ids.tolist()
+        self._texts = [
+            Detokenizer(
+                tokenizer,
+                stop=params.stop_strings,
+                skip_special_tokens=params.skip_special_tokens,
+                prompt_ids=prompt,
+            )
+            for _ in samples
+        ]
+        self._logprobs: list[list[PositionLogprobs]] = [[] for _ in samples]
+        self._ends: dict[int, SampleEnd] = {}
+        self._arrival = time.monotonic()
+        self._started: float | None = None
+        self._first_token: float | None = None
+        self.over = False
+
+    @property
+    def started(self) -> bool:
+        return self._started is not None
+
+    def start(self) -> None:
+        """The first step that computes it has been planned."""
+        self._started = time.monotonic()
+
+    def push(self, new: NewToken, tokens: StepTokens) -> tuple[list[Event], str | None]:
+        """Takes in a token; returns events to send, and the stop string it completed, if one."""
+        if self._first_token is None:
+            self._first_token = time.monotonic()
+        sequence = new.sequence
+        text, waiting = self._texts[sequence.index], self._logprobs[sequence.index]
+        if tokens.logprobs is not None and sequence.params.logprobs is not None:
+            waiting.append(_position_logprobs(tokens, new.row, sequence.params.logprobs))
+        if new.finish is FinishReason.STOP:
+            # An end token's text is not part of the output, its id is.
+            piece = text.flush()
+            stop = new.token_id if piece.stop is None else piece.stop
+            piece = piece._replace(token_ids=(*piece.token_ids, new.token_id))
+            return self._finish(sequence, piece, new.finish, stop), None
+        pushed = text.push(new.token_id)
+        if pushed is not None and pushed.stop is not None:
+            return self._finish(sequence, pushed, FinishReason.STOP, pushed.stop), pushed.stop
+        if new.finish is not None:
+            rest = text.flush()
+            if pushed is not None:
+                rest = Piece(pushed.text + rest.text, pushed.token_ids + rest.token_ids, rest.stop)
+            # The end of the text may decide that a stop string stands.
+            reason = new.finish if rest.stop is None else FinishReason.STOP
+            return self._finish(sequence, rest, reason, rest.stop), None
+        return ([] if pushed is None else [self._delta(sequence.index, pushed)]), None
+
+    def abort(self) -> list[Event]:
+        """Ends every sample that still lives."""
+        events: list[Event] = []
+        for sequence in self.samples:
+            if sequence.index not in self._ends:
+                piece = self._texts[sequence.index].flush()
+                events += self._finish(sequence, piece, FinishReason.ABORT, None)
+        return events
+
+    def send(self, events: list[Event]) -> None:
+        """Hands events to the client's side."""
+        if events:
+            self.over = self.over or isinstance(events[-1], (Finished, Failed))
+            self._sink(events)
+
+    def fail(self, error: JaxinferError) -> None:
+        """Sends the error as the last event, unless the request is over."""
+        if not self.over:
+            self.send([Failed(error)])
+
+    def _delta(self, index: int, piece: Piece) -> Delta:
+        waiting = self._logprobs[index]
+        logprobs = tuple(waiting[: len(piece.token_ids)])
+        del waiting[: len(piece.token_ids)]
+        return Delta(index, piece.text, piece.token_ids, logprobs)
+
+    def _finish(
+        self, sequence: Sequence, piece: Piece, reason: FinishReason, stop_reason: str | int | None
+    ) -> list[Event]:
+        events: list[Event] = [self._delta(sequence.index, piece)] if piece.text or piece.token_ids else []
+        self._ends[sequence.index] = SampleEnd(sequence.index, reason, stop_reason)
+        if len(self._ends) == len(self.samples):
+            events.append(self._finished())
+        return events
+
+    def _finished(self) -> Finished:
+        now = time.monotonic()
+        since = lambda at: (now if at is None else at) - self._arrival
+        usage = Usage(
+            self.samples[0].num_prompt_tokens,
+            sum(len(sequence.output_token_ids) for sequence in self.samples),
+            self.samples[0].num_cached_tokens,
+        )
+        ends = tuple(self._ends[index] for index in sorted(self._ends))
+        return Finished(ends, usage, Timings(since(self._started), since(self._first_token), now - self._arrival))
+
+
+def _position_logprobs(tokens: StepTokens, row: int, count: int) -> PositionLogprobs:
+    assert tokens.logprobs is not None and tokens.ranks is not None
+    assert tokens.top_ids is not None and tokens.top_logprobs is not None
+    chosen = TokenLogprob(int(tokens.token_ids[row]), float(tokens.logprobs[row]), int(tokens.ranks[row]))
+    pairs = zip(tokens.top_ids[row, :count].tolist(), tokens.top_logprobs[row, :count].tolist(), strict=True)
+    return PositionLogprobs(chosen, tuple(TokenLogprob(i, value, rank) for rank, (i, value) in enumerate(pairs, 1)))

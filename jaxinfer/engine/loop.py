@@ -1,0 +1,250 @@
+"""The loop thread: it alone owns scheduler, runner and live requests. All else reaches it by messages."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from jaxinfer.engine.live_request import LiveRequest
+from jaxinfer.engine.runner import Flight, Runner
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.errors import EngineDeadError, JaxinferError, RequestFailedError, StepFailedError
+from jaxinfer.types import EngineStats, FinishReason, StepPlan, StepTokens
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3  # in a row; then the device is taken for lost
+RATE_SECONDS = 10.0
+
+
+class EngineLoop:
+    """Plans, dispatches, reads, commits, and sends events, a step ahead of the tokens.
+
+    `on_start` and `on_end` hear of each request once, on this thread; `on_death` of the loop dying of an error.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        on_start: Callable[[LiveRequest], None],
+        on_end: Callable[[LiveRequest], None],
+        on_death: Callable[[EngineDeadError], None],
+    ):
+        self._scheduler, self._runner = scheduler, runner
+        self._on_start, self._on_end, self._on_death = on_start, on_end, on_death
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._live: dict[str, LiveRequest] = {}
+        self._not_started: dict[str, LiveRequest] = {}
+        self._stopping = False
+        self._failed_steps = 0
+        self._steps = self._prompt_tokens = self._output_tokens = self._cached_tokens = 0
+        self._host_seconds = 0.0
+        self._rate: deque[tuple[float, int]] = deque()
+        self._thread = threading.Thread(target=self._main, name="jaxinfer-loop", daemon=True)
+        self.stats = self._snapshot()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # Messages, from any thread.
+
+    def submit(self, live: LiveRequest) -> None:
+        self._inbox.put(lambda: self._add(live))
+
+    def abort(self, request_id: str) -> None:
+        self._inbox.put(lambda: self._abort(request_id))
+
+    def fail_all(self, error: JaxinferError) -> None:
+        """Ends every live request with the error."""
+        self._inbox.put(lambda: self._fail_all(error))
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Runs a function on the loop thread between two steps."""
+        self._inbox.put(function)
+
+    def stop(self, timeout: float = 60.0) -> None:
+        """Ends the thread after the step it is in."""
+
+        def set_stopping() -> None:
+            self._stopping = True
+
+        self._inbox.put(set_stopping)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    # The loop.
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            logger.exception("the engine loop died")
+            dead = EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}")
+            self._on_death(dead)
+            self._fail_all(dead)
+            # Whoever passed the door before it closed still gets an answer.
+            while not self._inbox.empty():
+                self._inbox.get()()
+            self._fail_all(dead)
+
+    def _run(self) -> None:
+        flight: Flight | None = None
+        while True:
+            idle = flight is None and not self._scheduler.has_unfinished
+            if idle:
+                self.stats = self._snapshot()
+            self._take_messages(block=idle)
+            if self._stopping:
+                return
+            begun = time.perf_counter()
+            waited = 0.0
+            plan = self._scheduler.plan()
+            if plan is None and flight is None:
+                if self._scheduler.has_unfinished:
+                    raise RuntimeError("requests wait, nothing runs, and none can be planned")
+                continue
+            try:
+                following = None if plan is None else self._dispatch(plan)
+            except Exception as error:
+                assert plan is not None
+                self._step_failed(plan, error)
+                flight = None
+                continue
+            if flight is not None:
+                before = time.perf_counter()
+                try:
+                    tokens = self._runner.read(flight)
+                except Exception as error:
+                    self._step_failed(flight.plan, error)
+                    flight = None
+                    continue
+                waited = time.perf_counter() - before
+                self._failed_steps = 0
+                self._commit(flight, tokens)
+            flight = following
+            self._host_seconds += time.perf_counter() - begun - waited
+
+    def _take_messages(self, block: bool) -> None:
+        try:
+            while True:
+                self._inbox.get(block=block)()
+                block = False
+        except queue.Empty:
+            pass
+
+    def _dispatch(self, plan: StepPlan) -> Flight:
+        flight = self._runner.dispatch(plan)
+        self._steps += 1
+        if self._not_started:
+            for live in [live for live in self._not_started.values() if live.samples[0].last_step >= 0]:
+                live.start()
+                del self._not_started[live.request_id]
+                self._prompt_tokens += live.samples[0].num_prompt_tokens
+                self._cached_tokens += live.samples[0].num_cached_tokens
+                self._on_start(live)
+        return flight
+
+    def _commit(self, flight: Flight, tokens: StepTokens) -> None:
+        new_tokens = self._scheduler.commit(flight.plan, tokens)
+        for new in new_tokens:
+            live = self._live.get(new.sequence.request_id)
+            if live is None:  # failed by an earlier sample's token of this step
+                continue
+            try:
+                events, stop = live.push(new, tokens)
+                if stop is not None:
+                    self._scheduler.finish(new.sequence, FinishReason.STOP, stop)
+                live.send(events)
+            except Exception as error:
+                self._request_failed(live, error)
+                continue
+            if live.over:
+                self._drop(live)
+        self._output_tokens += len(new_tokens)
+        self._rate.append((time.monotonic(), len(new_tokens)))
+        self.stats = self._snapshot()
+
+    # What may go wrong.
+
+    def _request_failed(self, live: LiveRequest, error: Exception) -> None:
+        logger.error("request %s failed", live.request_id, exc_info=error)
+        self._scheduler.abort(live.request_id)
+        self._end(live, RequestFailedError(f"{type(error).__name__} while its output was made: {error}"))
+
+    def _step_failed(self, plan: StepPlan, error: Exception) -> None:
+        self._failed_steps += 1
+        logger.error("step %d failed (%d in a row)", plan.step, self._failed_steps, exc_info=error)
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise RuntimeError(f"{self._failed_steps} steps failed in a row, the last with: {error}") from error
+        ended = self._scheduler.fail(plan)
+        failed = StepFailedError(f"step {plan.step} failed: {type(error).__name__}: {error}")
+        for request_id in dict.fromkeys(sequence.request_id for sequence in ended):
+            self._end(self._live[request_id], failed)
+        self._runner.reset()
+
+    def _end(self, live: LiveRequest, error: JaxinferError) -> None:
+        try:
+            live.fail(error)
+        except Exception:  # its sink is broken: there is nobody left to tell
+            logger.exception("request %s could not be told of its end", live.request_id)
+        self._drop(live)
+
+    def _drop(self, live: LiveRequest) -> None:
+        self._live.pop(live.request_id, None)
+        self._not_started.pop(live.request_id, None)
+        self._on_end(live)
+
+    # Messages, on the loop thread.
+
+    def _add(self, live: LiveRequest) -> None:
+        self._live[live.request_id] = self._not_started[live.request_id] = live
+        try:
+            self._scheduler.add(live.samples)
+        except JaxinferError as error:
+            self._end(live, error)
+
+    def _abort(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        self._scheduler.abort(request_id)
+        try:
+            live.send(live.abort())
+        except Exception:
+            logger.exception("request %s could not be told of its abort", request_id)
+        self._drop(live)
+
+    def _fail_all(self, error: JaxinferError) -> None:
+        for live in list(self._live.values()):
+            self._scheduler.abort(live.request_id)
+            self._end(live, error)
+
+    def _snapshot(self) -> EngineStats:
+        now = time.monotonic()
+        while self._rate and self._rate[0][0] < now - RATE_SECONDS:
+            self._rate.popleft()
+        # Over the time since the first of these steps, so that a burst reads right from its start.
+        span = max(now - self._rate[0][0], 1e-3) if len(self._rate) > 1 else RATE_SECONDS
+        scheduler, pages = self._scheduler, self._scheduler.pages
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            total_pages=scheduler.config.num_pages,
+            free_pages=pages.num_free,
+            cached_pages=pages.num_cached,
+            page_size=scheduler.config.page_size,
+            output_tokens_per_s=sum(count for _, count in list(self._rate)[1:]) / span,
+            prompt_tokens_total=self._prompt_tokens,
+            output_tokens_total=self._output_tokens,
+            cached_tokens_total=self._cached_tokens,
+            preemptions_total=scheduler.num_preemptions,
+            steps_total=self._steps,
+            compiles_after_warmup=self._runner.compiles_after_warm_up,
+            host_ms_per_step=1e3 * self._host_seconds / max(self._steps, 1),
+        )

@@ -1,0 +1,30 @@
+"""The device's side of the paged cache: one array of pages, donated and aliased through every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.config import ModelConfig
+from pallas_kernels.paged_attention import pool_shape
+
+COPIES_PER_CALL = 16
+
+
+def pool_spec(model: ModelConfig, num_pages: int, page_size: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    """The pool of a model with `num_pages` usable pages; page 0 is one more, and belongs to nobody."""
+    shape = pool_shape(len(model.layers), num_pages + 1, page_size, model.num_kv_heads, model.head_dim)
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def page_bytes(model: ModelConfig, page_size: int, dtype: Any) -> int:
+    """Bytes one page takes over all layers."""
+    spec = pool_spec(model, 0, page_size, dtype)
+    return spec.size * jnp.dtype(dtype).itemsize
+
+
+def copy_pages(pool: jax.Array, copies_C2: jax.Array) -> jax.Array:
+    """Copies page `copies[i, 0]` to page `copies[i, 1]` in all layers; (0, 0) copies nothing that matters."""
+    return pool.at[:, copies_C2[:, 1]].set(pool[:, copies_C2[:, 0]])

@@ -1,0 +1,208 @@
+"""Offline generation, with the names vLLM's users know."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from jaxinfer.checkpoints.source import default_cache_dir
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.engine import Engine, Progress
+from jaxinfer.errors import InvalidArgumentError, JaxinferError
+from jaxinfer.types import Delta, Event, Failed, Finished, PositionLogprobs, Request, SamplingParams
+
+
+@dataclass
+class CompletionOutput:
+    """One sample of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass
+class RequestOutput:
+    """All samples of a prompt, with what it cost."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    finished: bool = False
+
+
+type Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class LLM:
+    """A model to generate with, in this process.
+
+    >>> llm = LLM("smollm2-135m-instruct")
+    >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].outputs[0].text
+
+    Args:
+      model: a Hugging Face folder, a .gguf file, a hub id or an alias.
+      dtype, mesh, quantize, and further options: see `jaxinfer.config.EngineConfig`.
+      cache_dir: for downloads and compiled programs; None is ~/.cache/jaxinfer, or what JAXINFER_CACHE says.
+
+    Raises: as `Engine.start`.
+    """
+
+    def __init__(
+        self,
+        model: str = EngineConfig().model,
+        *,
+        dtype: str = "auto",
+        mesh: str | None = None,
+        quantize: str | None = None,
+        cache_dir: Path | None = None,
+        progress: Progress | None = None,
+        **options: Any,
+    ):
+        unknown = set(options) - set(EngineConfig.__dataclass_fields__)
+        if unknown:
+            known = ", ".join(sorted(EngineConfig.__dataclass_fields__))
+            raise InvalidArgumentError(sorted(unknown)[0], options[sorted(unknown)[0]], f"the options are {known}")
+        config = EngineConfig(model=model, dtype=dtype, mesh=mesh, quantize=quantize, **options)
+        self.engine = Engine.start(config, cache_dir=cache_dir or default_cache_dir(os.environ), progress=progress)
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates for each prompt; results are in the order of the prompts.
+
+        Args:
+          prompts: a text, `{"prompt": text}` (with `"parse_special": True` if control tokens are written out in
+            it), `{"prompt_token_ids": [...]}`, or a list of these. A bare list of ints is one tokenized prompt.
+          sampling_params: one for all prompts, or one for each; by default vLLM's (16 tokens, temperature 1).
+          on_progress: called with (prompts done, prompts in all).
+
+        Raises:
+          JaxinferError: a prompt is refused or fails; the others are aborted.
+        """
+        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many: Sequence[Any] = [prompts] if single else prompts
+        fields = [_prompt_fields(prompt) for prompt in many]
+        return self._run(fields, self._params(sampling_params, len(many)), on_progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates replies to one conversation, or to each of several, by the model's chat template."""
+        if not messages:
+            raise InvalidArgumentError("messages", messages, "at least one message")
+        many: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
+        fields = [{"messages": conversation} for conversation in many]
+        return self._run(fields, self._params(sampling_params, len(many)), on_progress)
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise InvalidArgumentError("sampling_params", f"{len(params)} of them", f"one, or one a prompt ({count})")
+        return list(params)
+
+    def _run(
+        self,
+        prompts: list[dict[str, Any]],
+        params: list[SamplingParams],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> list[RequestOutput]:
+        events: queue.SimpleQueue[tuple[str, list[Event]]] = queue.SimpleQueue()
+        outputs: dict[str, RequestOutput] = {}
+        todo = list(zip(prompts, params, strict=True))[::-1]
+        live: set[str] = set()
+        done, limit = 0, self.engine.scheduler_config.max_waiting
+        try:
+            while todo or live:
+                # The engine's queue is bounded; ours need not be.
+                while todo and len(live) < limit:
+                    fields, param = todo.pop()
+                    request_id = f"offline-{next(self._numbers)}"
+                    request = Request(request_id=request_id, params=param, **fields)
+                    self.engine.submit(request, lambda batch, i=request_id: events.put((i, batch)))
+                    live.add(request_id)
+                    token_ids = fields.get("token_ids")
+                    outputs[request_id] = RequestOutput(
+                        request_id,
+                        fields.get("text"),
+                        None if token_ids is None else list(token_ids),
+                        [
+                            CompletionOutput(index, logprobs=None if param.logprobs is None else [])
+                            for index in range(param.n)
+                        ],
+                    )
+                request_id, batch = events.get()
+                for event in batch:
+                    if isinstance(event, Failed):
+                        raise event.error
+                    if _take(outputs[request_id], event):
+                        live.remove(request_id)
+                        done += 1
+                        if on_progress is not None:
+                            on_progress(done, len(prompts))
+        except (JaxinferError, KeyboardInterrupt):
+            for request_id in live:
+                self.engine.abort(request_id)
+            raise
+        return list(outputs.values())
+
+    def close(self) -> None:
+        """Stops the engine."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _take(output: RequestOutput, event: Event) -> bool:
+    """Adds an event to the output; True if it was the last."""
+    if isinstance(event, Delta):
+        sample = output.outputs[event.index]
+        sample.text += event.text
+        sample.token_ids += event.token_ids
+        if sample.logprobs is not None:
+            sample.logprobs += event.logprobs
+        return False
+    assert isinstance(event, Finished)
+    for end in event.ends:
+        sample = output.outputs[end.index]
+        sample.finish_reason, sample.stop_reason = end.finish_reason.value, end.stop_reason
+    output.num_cached_tokens, output.finished = event.usage.cached_tokens, True
+    return True
+
+
+def _prompt_fields(prompt: Any) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    if isinstance(prompt, Mapping):
+        if "prompt_token_ids" in prompt:
+            return {"token_ids": list(prompt["prompt_token_ids"])}
+        if "prompt" in prompt:
+            return {"text": prompt["prompt"], "parse_special": bool(prompt.get("parse_special", False))}
+    elif isinstance(prompt, Sequence):
+        return {"token_ids": list(prompt)}
+    raise InvalidArgumentError("prompt", prompt, "a text, token ids, or a mapping with prompt or prompt_token_ids")

@@ -1,0 +1,412 @@
+"""The gRPC server: the service over an engine, health, reflection, and a drain that loses nothing in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import platform
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxinfer.errors import DrainingError, InvalidArgumentError, JaxinferError, ModelNotFoundError
+from jaxinfer.types import Failed, Finished
+from server import inference_pb2 as pb
+from server import inference_pb2_grpc, wire
+from server.wire import ServerState
+
+if TYPE_CHECKING:  # loading the engine means loading JAX; the server listens before that
+    from jaxinfer.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 50051
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+HEALTH_POLL_S = 0.1
+FLUSH_S = 5.0  # how long ended streams may take to hand their last messages to slow clients
+STOP_GRACE_S = 0.5  # health watches never end by themselves; they are given this long
+
+MAX_MESSAGE_BYTES = 64 * 2**20  # 100,000 token ids are 0.5 MB, as much text 0.4 MB; this leaves room for images
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Otherwise a second server binds a port that is taken, and the two share its connections.
+    ("grpc.so_reuseport", 0),
+    # A stream may be silent for minutes while its request waits. Pings keep proxies from closing it, and find a
+    # client that vanished without a word.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Clients commonly ping every 10 s; by default gRPC takes more than one in 5 minutes for abuse and hangs up.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+
+
+class CannotListenError(JaxinferError, OSError):
+    """The address cannot be listened on; the message says why."""
+
+    code = "cannot_listen"
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """The RPCs of `inference.proto` over one engine, which may come later.
+
+    Attributes:
+      engine: None until it is loaded; until then calls that need it end with UNAVAILABLE.
+      draining: set once, to refuse new requests.
+      live: how many Generate calls are open.
+    """
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.draining = False
+        self.live = 0
+        self._started = time.monotonic()
+
+    @property
+    def state(self) -> ServerState:
+        if self.draining:
+            return ServerState.DRAINING
+        return ServerState.STARTING if self.engine is None else ServerState(self.engine.state)
+
+    async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        request_id = message.request_id if message.HasField("request_id") else f"request-{uuid.uuid4().hex}"
+        self.live += 1
+        try:
+            async with _errors_become_statuses(context, f"request {request_id!r}"):
+                await self._generate(request_id, message, context)
+        finally:
+            self.live -= 1
+
+    async def _generate(self, request_id: str, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        if self.draining:
+            raise DrainingError("the server is shutting down and takes no new requests")
+        engine = self._engine_for(message)
+        request = wire.request_from_proto(message, request_id=request_id)
+        finished = None
+        # A client that goes away cancels this coroutine; closing the stream then aborts the request in the engine.
+        async with aclosing(engine.stream(request)) as events:  # type: ignore[type-var]  # it is a generator
+            async for event in events:
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Finished):
+                    finished = event  # sent after the loop: by then the engine has let go of the request's id
+                else:
+                    await context.write(wire.event_to_proto(request_id, event))
+        if finished is None:
+            raise JaxinferError(f"the stream of request {request_id!r} ended without a last event")
+        await context.write(wire.event_to_proto(request_id, finished))
+
+    async def Tokenize(self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        async with _errors_become_statuses(context, "Tokenize"):
+            engine = self._engine_for(message)
+            given = wire.tokenize_from_proto(message)
+            # In a thread: a long text takes a while, and other streams go on meanwhile.
+            if "messages" in given:
+                token_ids = await asyncio.to_thread(engine.tokenize_chat, given["messages"])
+            else:
+                token_ids = await asyncio.to_thread(engine.tokenize, given.pop("text"), **given)
+            return pb.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(
+        self, message: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        async with _errors_become_statuses(context, "Detokenize"):
+            engine = self._engine_for(message)
+            skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+            ids = list(message.token_ids)
+            return pb.DetokenizeResponse(text=await asyncio.to_thread(engine.detokenize, ids, skip_special_tokens=skip))
+
+    async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        async with _errors_become_statuses(context, f"Abort of {message.request_id!r}"):
+            if not message.request_id:
+                raise InvalidArgumentError("request_id", "", "the id of a request")
+            return pb.AbortResponse(aborted=self.engine is not None and self.engine.abort(message.request_id))
+
+    async def GetModelInfo(
+        self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelInfoResponse:
+        async with _errors_become_statuses(context, "GetModelInfo"):
+            engine = self._engine_or_refuse()
+            return wire.model_info_to_proto(
+                wire.ModelInfo.of(engine.model_name, engine.model_config, engine.scheduler_config)
+            )
+
+    async def GetServerInfo(
+        self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        async with _errors_become_statuses(context, "GetServerInfo"):
+            return wire.server_info_to_proto(
+                wire.ServerInfo(
+                    state=self.state,
+                    uptime_s=time.monotonic() - self._started,
+                    versions=versions(),
+                    stats=None if self.engine is None else self.engine.stats(),
+                )
+            )
+
+    def _engine_for(self, message: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> Engine:
+        engine = self._engine_or_refuse()
+        if message.HasField("model") and message.model != engine.model_name:
+            raise ModelNotFoundError(f"model {message.model!r} is not served here; {engine.model_name!r} is")
+        return engine
+
+    def _engine_or_refuse(self) -> Engine:
+        if self.engine is None or self.state is ServerState.STARTING:
+            raise wire.WarmingUpError("the server is warming up: its model is not ready yet")
+        return self.engine
+
+
+@asynccontextmanager
+async def _errors_become_statuses(context: grpc.aio.ServicerContext, what: str) -> AsyncIterator[None]:
+    """Ends the call with the status of what is raised inside; `what` names it in the log."""
+    try:
+        yield
+    except JaxinferError as error:
+        status = wire.status_of(error)
+        log.info("%s: %s: %s", what, status.code.name, error)
+    except Exception:
+        if context.cancelled():  # a write that came after the client went; the request is aborted all the same
+            return
+        log.exception("%s: unexpected error", what)
+        status = wire.status_of(JaxinferError(f"internal error in {what}; the server's log has the details"))
+    else:
+        return
+    await context.abort(*status)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the answers depend on; a package that is not installed as one is left out."""
+    found = {"python": platform.python_version()}
+    for name in ("jaxinfer", "jax", "jaxlib", "flax", "grpcio", "protobuf"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+class GrpcServer:
+    """A listening server. Starts with no engine, NOT_SERVING; `set_engine` gives it one.
+
+    All methods belong to one event loop. `serve` below does the whole life; this class is for those who have a loop of
+    their own, and for tests:
+
+        server = GrpcServer(port=0)
+        await server.start()
+        server.set_engine(engine)
+        ...
+        await server.drain(timeout_s=30)
+        await server.stop()
+    """
+
+    def __init__(self, *, host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> None:
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+            raise InvalidArgumentError("port", port, "0 (any free one) to 65535")
+        self.host = host
+        self.port = port  # the one bound, after `start`
+        self.service = InferenceService()
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._health_task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return _join(self.host, self.port)
+
+    async def start(self) -> int:
+        """Binds and listens; the port is returned.
+
+        Raises:
+          CannotListenError: the port is taken, not permitted, or the host is not one of this machine's.
+        """
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self.service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        await self._set_health(serving=False)  # the health servicer itself begins with SERVING
+        try:
+            bound = server.add_insecure_port(self.address)
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise CannotListenError(f"cannot listen on {self.address}: {_why_not_bound(self.host, self.port)}")
+        self.port = bound
+        await server.start()
+        self._server = server
+        self._health_task = asyncio.create_task(self._follow_state())
+        return bound
+
+    def set_engine(self, engine: Engine) -> None:
+        """Hands over the engine; health turns to SERVING once its state is "ready"."""
+        self.service.engine = engine
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests and lets the live ones end.
+
+        Health says NOT_SERVING first. Returns False if some requests did not end in `timeout_s`; the engine has then
+        failed them, and their clients were told UNAVAILABLE.
+        """
+        self.service.draining = True
+        await self._health.enter_graceful_shutdown()
+        drained = True
+        if self.service.engine is not None:
+            drained = await self.service.engine.drain(timeout_s)
+        flushed_by = time.monotonic() + FLUSH_S
+        while self.service.live and time.monotonic() < flushed_by:
+            await asyncio.sleep(0.02)
+        return drained and not self.service.live
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Stops listening; calls still open after `grace_s` are cancelled. Does nothing if it is not listening."""
+        if self._health_task is not None:
+            self._health_task.cancel()
+            self._health_task = None
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(grace_s)
+
+    async def _follow_state(self) -> None:
+        """Keeps health true to the engine's state, however that changes."""
+        shown = False
+        while True:
+            serving = self.service.state is ServerState.READY
+            if serving is not shown:
+                await self._set_health(serving=serving)
+                shown = serving
+            await asyncio.sleep(HEALTH_POLL_S)
+
+    async def _set_health(self, *, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, status)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _why_not_bound(host: str, port: int) -> str:
+    """gRPC says only that it failed; a plain socket says why."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        return error.strerror or str(error)
+    return "gRPC could not bind it"
+
+
+async def serve(
+    load: Callable[[], Engine],
+    *,
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    drain_timeout_s: float = 30.0,
+    on_listening: Callable[[int], None] | None = None,
+    on_ready: Callable[[Engine], None] | None = None,
+) -> bool:
+    """Listens, loads the engine, serves until SIGTERM or SIGINT, drains, stops and closes the engine.
+
+    A second signal cuts the drain short. Signals are handled only where this runs in the main thread; elsewhere, cancel
+    the task, which stops at once.
+
+    Args:
+      load: makes the engine, warm and ready; runs in a thread of its own, so that health answers meanwhile. A signal
+        does not wait for it: the thread is a daemon, and what it loads is not used.
+      drain_timeout_s: how long live requests may take to end after the first signal.
+      on_listening: is told the port, before loading begins.
+      on_ready: is told the engine, once it serves.
+
+    Returns:
+      Whether all live requests ended in time.
+
+    Raises:
+      CannotListenError: the address cannot be listened on.
+      Exception: what `load` raised; the server is stopped by then.
+    """
+    server = GrpcServer(host=host, port=port)
+    await server.start()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    undo_signals = _on_signals(lambda: (hurry if stop.is_set() else stop).set())
+    try:
+        if on_listening is not None:
+            on_listening(server.port)
+        loaded = _in_daemon_thread(load)
+        engine = await _unless(stop, loaded)
+        if engine is not None:
+            server.set_engine(engine)
+            if on_ready is not None:
+                on_ready(engine)
+            await stop.wait()
+        drained = await _unless(hurry, server.drain(drain_timeout_s))
+        return bool(drained)
+    finally:
+        undo_signals()
+        await server.stop(0 if hurry.is_set() else STOP_GRACE_S)
+        if server.service.engine is not None:
+            await asyncio.to_thread(server.service.engine.close)
+
+
+def _on_signals(handler: Callable[[], object]) -> Callable[[], None]:
+    """Calls `handler` in the loop at SIGTERM and SIGINT; returns what undoes that."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    loop = asyncio.get_running_loop()
+    watched = (signal.SIGTERM, signal.SIGINT)
+    for each in watched:
+        loop.add_signal_handler(each, handler)
+
+    def undo() -> None:
+        for each in watched:
+            loop.remove_signal_handler(each)
+
+    return undo
+
+
+async def _in_daemon_thread[T](function: Callable[[], T]) -> T:
+    """As asyncio.to_thread, but neither the loop's end nor the process's waits for a daemon."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def deliver(set_result: Callable[..., None], value: object) -> None:
+        if not result.done():
+            set_result(value)
+
+    def work() -> None:
+        set_result: Callable[..., None]
+        value: object
+        try:
+            set_result, value = result.set_result, function()
+        except BaseException as error:
+            set_result, value = result.set_exception, error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, set_result, value)
+
+    threading.Thread(target=work, name="load-engine", daemon=True).start()
+    return await result
+
+
+async def _unless[T](event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None if `event` comes first; `work` is then cancelled."""
+    task = asyncio.create_task(work)
+    interrupt = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, interrupt}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        interrupt.cancel()
+        task.cancel()

@@ -1,0 +1,477 @@
+"""Protobuf messages to and from jaxinfer's types, and errors to and from gRPC statuses. Pure functions.
+
+No other module knows a gRPC status code. What each field means stands in `inference.proto`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from jaxinfer import errors, types
+from jaxinfer.config import ModelConfig, SchedulerConfig
+from jaxinfer.errors import InvalidArgumentError, JaxinferError, UnsupportedError
+from server import inference_pb2 as pb
+
+MAX_REQUEST_ID_LENGTH = 256
+
+type Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+class ServerState(StrEnum):
+    """What the server is doing."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The model served, its shape, and the limits on a request; fields as in `GetModelInfoResponse`."""
+
+    model: str
+    family: str
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    num_pages: int
+    max_waiting: int
+    prefix_caching: bool
+
+    @classmethod
+    def of(cls, name: str, model: ModelConfig, scheduler: SchedulerConfig) -> ModelInfo:
+        return cls(
+            model=name,
+            num_layers=len(model.layers),
+            **{name: getattr(model, name) for name in _MODEL_FIELDS},
+            **{name: getattr(scheduler, name) for name in _SCHEDULER_FIELDS},
+        )
+
+
+_MODEL_FIELDS = (
+    *("family", "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
+    *("eos_token_ids", "bos_token_id"),
+)
+_SCHEDULER_FIELDS = (
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "max_waiting"),
+    "prefix_caching",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """What the server is doing now; `stats` is None until it has an engine."""
+
+    state: ServerState
+    uptime_s: float
+    versions: Mapping[str, str] = field(default_factory=dict)
+    stats: types.EngineStats | None = None
+
+
+# --- requests
+
+
+def request_from_proto(message: pb.GenerateRequest, *, request_id: str) -> types.Request:
+    """The request, under `request_id` (the message's own, or one that the server made).
+
+    Raises:
+      InvalidArgumentError: a value is out of range, or no prompt is given.
+      UnsupportedError: the message has fields that this version does not know.
+    """
+    _refuse_unknown_fields(message)
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_LENGTH:
+        raise InvalidArgumentError("request_id", request_id, f"1 to {MAX_REQUEST_ID_LENGTH} characters")
+    prompt = _prompt_from_proto(message, message.WhichOneof("prompt"))
+    if message.HasField("parse_special") and "text" not in prompt:
+        raise InvalidArgumentError("parse_special", message.parse_special, "given only with a prompt as text")
+    return types.Request(
+        request_id=request_id,
+        params=params_from_proto(message.sampling_params),
+        parse_special=message.parse_special,
+        priority=message.priority,
+        **prompt,
+    )
+
+
+def _prompt_from_proto(message: pb.GenerateRequest | pb.TokenizeRequest, kind: str | None) -> dict[str, Any]:
+    if kind == "text":
+        return {"text": message.text}
+    if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
+        _refuse_unknown_fields(message.token_ids)
+        return {"token_ids": list(message.token_ids.ids)}
+    if kind == "messages":
+        return {"messages": _messages_from_proto(message.messages)}
+    allowed = "token_ids " if isinstance(message, pb.GenerateRequest) else ""
+    raise InvalidArgumentError("prompt", None, f"exactly one of text, {allowed}and messages".replace(", and", " and"))
+
+
+def _messages_from_proto(message: pb.ChatMessages) -> list[dict[str, str]]:
+    _refuse_unknown_fields(message)
+    for turn in message.messages:
+        _refuse_unknown_fields(turn)
+    return [{"role": turn.role, "content": turn.content} for turn in message.messages]
+
+
+def params_from_proto(message: pb.SamplingParams) -> types.SamplingParams:
+    """What is unset takes the default of `types.SamplingParams`, but for max_tokens: the rest of the context.
+
+    Raises:
+      InvalidArgumentError: a value is out of range.
+      UnsupportedError: the message has parameters that this version does not know.
+    """
+    _refuse_unknown_fields(message)
+    given = {name: getattr(message, name) for name in _OPTIONAL_PARAMS if message.HasField(name)}
+    given.setdefault("max_tokens", None)
+    return types.SamplingParams(stop=list(message.stop), stop_token_ids=list(message.stop_token_ids), **given)
+
+
+_REPEATED_PARAMS = ("stop", "stop_token_ids")
+_OPTIONAL_PARAMS = tuple(name for name in pb.SamplingParams.DESCRIPTOR.fields_by_name if name not in _REPEATED_PARAMS)
+
+
+def _refuse_unknown_fields(message: Message) -> None:
+    numbers = sorted({unknown.field_number for unknown in UnknownFieldSet(message)})
+    if numbers:
+        name = message.DESCRIPTOR.name
+        raise UnsupportedError(f"this server does not know field {numbers} of {name}: its client is newer than it is")
+
+
+def request_to_proto(
+    prompt: Prompt,
+    params: types.SamplingParams | None = None,
+    *,
+    request_id: str | None = None,
+    model: str | None = None,
+    parse_special: bool | None = None,
+    priority: int | None = None,
+) -> pb.GenerateRequest:
+    """The message for a prompt; None leaves a field unset, and so to the server's default.
+
+    Raises:
+      InvalidArgumentError: the prompt or a value is of a kind that the message cannot hold.
+    """
+    message = pb.GenerateRequest()
+    _set_prompt(message, prompt)
+    if params is not None:
+        message.sampling_params.CopyFrom(params_to_proto(params))
+    _set(message, request_id=request_id, model=model, parse_special=parse_special, priority=priority)
+    return message
+
+
+def params_to_proto(params: types.SamplingParams) -> pb.SamplingParams:
+    """Every parameter is said, so that the server's defaults play no part."""
+    message = pb.SamplingParams(stop=params.stop_strings, stop_token_ids=params.stop_token_ids)
+    _set(message, **{name: getattr(params, name) for name in _OPTIONAL_PARAMS if name != "seed"})
+    if params.seed is not None:
+        message.seed = params.seed - 2**types.SEED_BITS if params.seed >= 2 ** (types.SEED_BITS - 1) else params.seed
+    return message
+
+
+def _set(message: Message, **values: object) -> None:
+    for name, value in values.items():
+        if value is not None:
+            try:
+                setattr(message, name, value)
+            except (TypeError, ValueError) as error:  # a UnicodeError is a ValueError
+                raise InvalidArgumentError(name, value, str(error)) from None
+
+
+def _set_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
+    allowed = "a string, a list of token ids, or a list of messages"
+    if isinstance(prompt, str):
+        _set(message, text=prompt)
+    elif isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+        raise InvalidArgumentError("prompt", prompt, allowed)
+    elif len(prompt) and isinstance(prompt[0], Mapping):
+        message.messages.CopyFrom(_messages_to_proto(prompt))  # type: ignore[arg-type]  # the first tells the kind
+    elif isinstance(message, pb.GenerateRequest):
+        try:
+            message.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]  # what is none is caught
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError("prompt", prompt, f"{allowed} ({error})") from None
+    else:
+        raise InvalidArgumentError("prompt", prompt, "a string or a list of messages")
+
+
+def _messages_to_proto(messages: Sequence[Mapping[str, Any]]) -> pb.ChatMessages:
+    made = pb.ChatMessages()
+    for number, turn in enumerate(messages):
+        if not isinstance(turn, Mapping) or set(turn) != {"role", "content"}:
+            raise InvalidArgumentError(f"messages[{number}]", turn, "a mapping with `role` and `content` and no more")
+        _set(made.messages.add(), **turn)
+    return made
+
+
+def tokenize_to_proto(
+    prompt: str | Sequence[Mapping[str, Any]], *, model: str | None, parse_special: bool | None, add_bos: bool | None
+) -> pb.TokenizeRequest:
+    message = pb.TokenizeRequest()
+    _set_prompt(message, prompt)
+    _set(message, model=model, parse_special=parse_special, add_bos=add_bos)
+    return message
+
+
+def tokenize_from_proto(message: pb.TokenizeRequest) -> dict[str, Any]:
+    """Either `messages`, or `text` with `parse_special` and `add_bos`.
+
+    Raises:
+      InvalidArgumentError: there is neither, or an option that goes only with text.
+    """
+    _refuse_unknown_fields(message)
+    prompt = _prompt_from_proto(message, message.WhichOneof("input"))
+    if "text" in prompt:
+        add_bos = message.add_bos if message.HasField("add_bos") else True
+        return {**prompt, "parse_special": message.parse_special, "add_bos": add_bos}
+    for name in ("parse_special", "add_bos"):
+        if message.HasField(name):
+            raise InvalidArgumentError(name, getattr(message, name), "given only with text")
+    return prompt
+
+
+def detokenize_to_proto(
+    token_ids: Sequence[int], *, model: str | None, skip_special_tokens: bool | None
+) -> pb.DetokenizeRequest:
+    try:
+        message = pb.DetokenizeRequest(token_ids=token_ids)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError("token_ids", token_ids, f"a list of token ids ({error})") from None
+    _set(message, model=model, skip_special_tokens=skip_special_tokens)
+    return message
+
+
+# --- events
+
+
+def event_to_proto(request_id: str, event: types.Delta | types.Finished) -> pb.GenerateResponse:
+    if isinstance(event, types.Finished):
+        return pb.GenerateResponse(request_id=request_id, finished=_finished_to_proto(event))
+    logprobs = [
+        pb.PositionLogprobs(chosen=_logprob_to_proto(at.chosen), top=map(_logprob_to_proto, at.top))
+        for at in event.logprobs
+    ]
+    delta = pb.Delta(index=event.index, text=event.text, token_ids=event.token_ids, logprobs=logprobs)
+    return pb.GenerateResponse(request_id=request_id, delta=delta)
+
+
+def _finished_to_proto(event: types.Finished) -> pb.Finished:
+    message = pb.Finished(usage=_same_fields(event.usage, pb.Usage), timings=_same_fields(event.timings, pb.Timings))
+    for end in event.ends:
+        made = message.ends.add(index=end.index, finish_reason=_REASON_TO_PROTO[end.finish_reason])
+        if isinstance(end.stop_reason, str):
+            made.stop_string = end.stop_reason
+        elif end.stop_reason is not None:
+            made.stop_token_id = end.stop_reason
+    return message
+
+
+def _logprob_to_proto(logprob: types.TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, rank=logprob.rank)
+
+
+def event_from_proto(message: pb.GenerateResponse) -> types.Delta | types.Finished:
+    """Raises UnsupportedError where a newer server says what this client does not know."""
+    kind = message.WhichOneof("event")
+    if kind == "delta":
+        delta = message.delta
+        logprobs = tuple(
+            types.PositionLogprobs(_logprob_from_proto(at.chosen), tuple(map(_logprob_from_proto, at.top)))
+            for at in delta.logprobs
+        )
+        return types.Delta(delta.index, delta.text, tuple(delta.token_ids), logprobs)
+    if kind == "finished":
+        done = message.finished
+        ends = tuple(map(_end_from_proto, done.ends))
+        return types.Finished(
+            ends, types.Usage(**_values(types.Usage, done.usage)), types.Timings(**_values(types.Timings, done.timings))
+        )
+    raise UnsupportedError("the server sent an event that this client does not know: the client is older than it is")
+
+
+def _end_from_proto(message: pb.SampleEnd) -> types.SampleEnd:
+    reason = _REASON_FROM_PROTO.get(message.finish_reason)
+    if reason is None:
+        raise UnsupportedError(f"finish reason {message.finish_reason} is not known to this client")
+    kind = message.WhichOneof("stop_reason")
+    return types.SampleEnd(message.index, reason, getattr(message, kind) if kind else None)
+
+
+def _logprob_from_proto(message: pb.TokenLogprob) -> types.TokenLogprob:
+    return types.TokenLogprob(message.token_id, message.logprob, message.rank)
+
+
+_REASON_TO_PROTO = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in types.FinishReason}
+_REASON_FROM_PROTO = {number: reason for reason, number in _REASON_TO_PROTO.items()}
+
+
+# --- information
+
+
+def model_info_to_proto(info: ModelInfo) -> pb.GetModelInfoResponse:
+    return _same_fields(info, pb.GetModelInfoResponse)
+
+
+def model_info_from_proto(message: pb.GetModelInfoResponse) -> ModelInfo:
+    values = _values(ModelInfo, message)
+    values["eos_token_ids"] = tuple(message.eos_token_ids)
+    values["bos_token_id"] = message.bos_token_id if message.HasField("bos_token_id") else None
+    return ModelInfo(**values)
+
+
+def server_info_to_proto(info: ServerInfo) -> pb.GetServerInfoResponse:
+    message = pb.GetServerInfoResponse(
+        state=_STATE_TO_PROTO[info.state], uptime_s=info.uptime_s, versions=dict(info.versions)
+    )
+    if info.stats is not None:
+        message.stats.CopyFrom(_same_fields(info.stats, pb.EngineStats))
+        used = info.stats.total_pages - info.stats.free_pages - info.stats.cached_pages
+        message.stats.kv_use = used / info.stats.total_pages if info.stats.total_pages else 0.0
+    return message
+
+
+def server_info_from_proto(message: pb.GetServerInfoResponse) -> ServerInfo:
+    state = _STATE_FROM_PROTO.get(message.state)
+    if state is None:
+        raise UnsupportedError(f"server state {message.state} is not known to this client")
+    return ServerInfo(
+        state=state,
+        uptime_s=message.uptime_s,
+        versions=dict(message.versions),
+        stats=types.EngineStats(**_values(types.EngineStats, message.stats)) if message.HasField("stats") else None,
+    )
+
+
+_STATE_TO_PROTO = {state: pb.ServerState.Value(f"SERVER_STATE_{state.name}") for state in ServerState}
+_STATE_FROM_PROTO = {number: state for state, number in _STATE_TO_PROTO.items()}
+
+
+def _same_fields[M: Message](value: Any, message_type: type[M]) -> M:
+    """A message whose fields are named as the dataclass's are."""
+    return message_type(**{each.name: getattr(value, each.name) for each in fields(value)})
+
+
+def _values(dataclass_type: type, message: Message) -> dict[str, Any]:
+    return {each.name: getattr(message, each.name) for each in fields(dataclass_type)}
+
+
+# --- errors
+
+ERROR_CODE_KEY = "jaxinfer-error-code"
+MAX_ERROR_LENGTH = 1000  # characters; a status travels in a header block of at most 8 KB, percent-encoded
+
+
+class WarmingUpError(JaxinferError):
+    """The server is up, but its model is still loading or compiling."""
+
+    code = "warming_up"
+
+
+class DeadlineExceededError(JaxinferError, TimeoutError):
+    """The deadline of a call passed; what it had started was aborted."""
+
+    code = "deadline_exceeded"
+
+
+class ServerUnreachableError(JaxinferError, ConnectionError):
+    """No server answers at this address, or the connection to it was lost."""
+
+    code = "unreachable"
+
+
+class CallFailedError(JaxinferError):
+    """A call failed with a gRPC status that jaxinfer did not give; the message names it."""
+
+    code = "call_failed"
+
+
+class Status(NamedTuple):
+    """How a call ends that failed: the arguments of gRPC's `context.abort`, in order."""
+
+    code: grpc.StatusCode
+    message: str
+    trailing_metadata: tuple[tuple[str, str], ...]
+
+
+_STATUS_OF_CODE = {
+    "invalid_argument": grpc.StatusCode.INVALID_ARGUMENT,
+    "unsupported": grpc.StatusCode.UNIMPLEMENTED,
+    "model_not_found": grpc.StatusCode.NOT_FOUND,
+    "bad_checkpoint": grpc.StatusCode.INTERNAL,
+    "request_exists": grpc.StatusCode.ALREADY_EXISTS,
+    "queue_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "request_failed": grpc.StatusCode.INTERNAL,
+    "step_failed": grpc.StatusCode.INTERNAL,
+    "not_compiled": grpc.StatusCode.INTERNAL,
+    "engine_dead": grpc.StatusCode.UNAVAILABLE,
+    "draining": grpc.StatusCode.UNAVAILABLE,
+    "warming_up": grpc.StatusCode.UNAVAILABLE,
+    "deadline_exceeded": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "internal": grpc.StatusCode.INTERNAL,
+}
+
+_CLASS_OF_CODE: dict[str, type[JaxinferError]] = {
+    each.code: each
+    for each in [*vars(errors).values(), WarmingUpError, DeadlineExceededError]
+    if isinstance(each, type) and issubclass(each, JaxinferError)
+}
+
+# Statuses that gRPC itself gives, on either side, before or after our code has its say.
+_CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[JaxinferError]] = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.UNAVAILABLE: ServerUnreachableError,
+}
+
+
+def status_of(error: JaxinferError) -> Status:
+    """How a call that met `error` ends. A subclass that has no status of its own takes its parent's."""
+    words = (getattr(each, "code", "") for each in type(error).__mro__)
+    word = next(each for each in words if each in _STATUS_OF_CODE)
+    message = str(error) or type(error).__name__
+    if len(message) > MAX_ERROR_LENGTH:
+        message = message[:MAX_ERROR_LENGTH] + "..."
+    return Status(_STATUS_OF_CODE[word], message, ((ERROR_CODE_KEY, word),))
+
+
+def error_of(failed: grpc.RpcError) -> JaxinferError:
+    """The error that a failed call stands for: of the same class that the server met, where it said so."""
+    code, message = failed.code(), failed.details() or ""  # type: ignore[attr-defined]  # a call too, always
+    said = dict(failed.trailing_metadata() or ())  # type: ignore[attr-defined]
+    made_by = _CLASS_OF_CODE.get(said.get(ERROR_CODE_KEY, "")) or _CLASS_OF_BARE_STATUS.get(code)
+    if made_by is None:
+        return CallFailedError(f"{code.name}: {message}")
+    error = made_by.__new__(made_by, message)  # past __init__: an InvalidArgumentError's wants the message's parts
+    if isinstance(error, InvalidArgumentError):
+        error.field = message.partition(" = ")[0]
+    return error
+
+
+def may_come_up(failed: grpc.RpcError) -> str:
+    """In words, a health check's failure that waiting may cure: nothing answers, or not in time.
+
+    Raises:
+      CallFailedError: any other failure.
+    """
+    if failed.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):  # type: ignore[attr-defined]
+        raise error_of(failed) from None
+    return f"{failed.code().name}: {failed.details()}"  # type: ignore[attr-defined]
+
+
+def not_ready_error(address: str, timeout_s: float, last: str) -> DeadlineExceededError:
+    return DeadlineExceededError(f"the server at {address} is not ready after {timeout_s:g} s; its health: {last}")
