@@ -14,8 +14,9 @@ from pathlib import Path
 from jaxinfer.errors import JaxinferError
 
 TOP_LEVEL_PACKAGES = ("server", "sharding", "pallas_kernels")
+# Our packages lie side by side wherever they are installed: in site-packages, or in a source tree that an editable
+# install points to.
 _ROOT = Path(__file__).resolve().parent.parent
-_MARKER = "__jaxinfer__"  # stands in the __init__.py of each of our packages
 
 
 class ShadowedPackageError(JaxinferError, ImportError):
@@ -44,7 +45,7 @@ def check_top_level_packages(*names: str) -> None:
             raise ShadowedPackageError(
                 f"jaxinfer's package `{name}` is missing (looked for {ours}): install jaxinfer again."
             )
-        if found != ours and not _has_marker(found):
+        if found != ours:
             raise ShadowedPackageError(
                 f"`import {name}` finds {found}, which hides jaxinfer's own package of that name ({ours.parent}). "
                 f"Run from another folder, or rename {found.name if found.name != '__init__.py' else found.parent.name}"
@@ -65,11 +66,3 @@ def _location(spec: importlib.machinery.ModuleSpec | None) -> Path | None:
 def _imported_from(name: str) -> Path | None:
     file = getattr(sys.modules.get(name), "__file__", None)
     return Path(file).resolve() if file else None
-
-
-def _has_marker(file: Path) -> bool:
-    """Whether this is our package at another place, as some editable installs have it; the source is only read."""
-    try:
-        return file.name == "__init__.py" and _MARKER in file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False

@@ -7,10 +7,12 @@ import os
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from jaxinfer._shadowing import check_top_level_packages
 from jaxinfer.checkpoints.source import default_cache_dir
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine, Progress
@@ -70,6 +72,7 @@ class LLM:
         progress: Progress | None = None,
         **options: Any,
     ):
+        check_top_level_packages("sharding", "pallas_kernels")
         unknown = set(options) - set(EngineConfig.__dataclass_fields__)
         if unknown:
             known = ", ".join(sorted(EngineConfig.__dataclass_fields__))
@@ -97,7 +100,7 @@ class LLM:
           JaxinferError: a prompt is refused or fails; the others are aborted.
         """
         single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        many: Sequence[Any] = [prompts] if single else prompts
+        many: Sequence[Any] = [prompts] if single else prompts  # type: ignore[assignment]
         fields = [_prompt_fields(prompt) for prompt in many]
         return self._run(fields, self._params(sampling_params, len(many)), on_progress)
 
@@ -140,7 +143,7 @@ class LLM:
                     fields, param = todo.pop()
                     request_id = f"offline-{next(self._numbers)}"
                     request = Request(request_id=request_id, params=param, **fields)
-                    self.engine.submit(request, lambda batch, i=request_id: events.put((i, batch)))
+                    self.engine.submit(request, partial(_post, events, request_id))
                     live.add(request_id)
                     token_ids = fields.get("token_ids")
                     outputs[request_id] = RequestOutput(
@@ -176,6 +179,10 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _post(events: queue.SimpleQueue[tuple[str, list[Event]]], request_id: str, batch: list[Event]) -> None:
+    events.put((request_id, batch))
 
 
 def _take(output: RequestOutput, event: Event) -> bool:

@@ -59,12 +59,12 @@ def declared(stub: Path) -> list[str]:
 
 def differences(committed: Path, fresh: Path) -> list[str]:
     """The stubs under `committed` that do not say what those under `fresh` say."""
-    compare = dict(zip(STUBS, (serialized_descriptor, declared, methods), strict=True))
-    stale = []
-    for name, read in compare.items():
-        if not (committed / name).exists() or read(committed / name) != read(fresh / name):
-            stale.append(name)
-    return stale
+    readers = zip(STUBS, (serialized_descriptor, declared, methods), strict=True)
+    return [
+        name
+        for name, read in readers
+        if not (committed / name).exists() or read(committed / name) != read(fresh / name)
+    ]
 
 
 def main() -> None:

@@ -4,5 +4,3 @@
 
 `server` is a common name: see `jaxinfer._shadowing` for what happens where another module has it.
 """
-
-__jaxinfer__ = True  # by which jaxinfer._shadowing knows this package from a stranger of the same name

@@ -50,6 +50,16 @@ def _options(address: str) -> list[tuple[str, int]]:
     return [*_OPTIONS, *([("grpc.enable_http_proxy", 0)] if address.startswith(_LOOPBACK) else [])]
 
 
+def _this_task_is_cancelled() -> bool:
+    """gRPC raises CancelledError also where the call was cancelled and not the task that waits for it."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _cancelled() -> wire.CallFailedError:
+    return wire.CallFailedError("CANCELLED: the call was cancelled, by its client being closed or by its server")
+
+
 def _ended_early() -> wire.CallFailedError:
     return wire.CallFailedError("the server ended the stream without a last event")
 
@@ -119,10 +129,13 @@ class AsyncGenerateStream(AsyncIterator[Event]):
             self._closed = True
             raise wire.error_of(failed) from None
         except asyncio.CancelledError:
-            if self._closed:  # the call was cancelled by aclose in another task, not this task
+            if _this_task_is_cancelled():
+                self._call.cancel()
+                raise
+            if self._closed:
                 raise StopAsyncIteration from None
-            self._call.cancel()
-            raise
+            self._closed = True
+            raise _cancelled() from None
         self._finished = isinstance(event, Finished)
         return event
 
@@ -348,3 +361,7 @@ class AsyncClient:
             return await method(request, timeout=timeout_s)
         except grpc.RpcError as failed:
             raise wire.error_of(failed) from None
+        except asyncio.CancelledError:
+            if _this_task_is_cancelled():
+                raise
+            raise _cancelled() from None

@@ -48,7 +48,7 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # Clients commonly ping every 10 s; by default gRPC takes more than one in 5 minutes for abuse and hangs up.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
 
@@ -95,7 +95,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request = wire.request_from_proto(message, request_id=request_id)
         finished = None
         # A client that goes away cancels this coroutine; closing the stream then aborts the request in the engine.
-        async with aclosing(engine.stream(request)) as events:  # type: ignore[type-var]  # it is a generator
+        async with aclosing(engine.stream(request)) as events:
             async for event in events:
                 if isinstance(event, Failed):
                     raise event.error
@@ -353,10 +353,13 @@ async def serve(
                 on_ready(engine)
             await stop.wait()
         drained = await _unless(hurry, server.drain(drain_timeout_s))
+        if drained is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(server.drain(0), STOP_GRACE_S)  # tells the clients why
         return bool(drained)
     finally:
         undo_signals()
-        await server.stop(0 if hurry.is_set() else STOP_GRACE_S)
+        await server.stop()
         if server.service.engine is not None:
             await asyncio.to_thread(server.service.engine.close)
 

@@ -32,6 +32,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 
 _DEFAULT_ALIGNMENT = 32
+_MAX_DIMS = 4
 
 
 class _Place(NamedTuple):
@@ -65,7 +66,7 @@ class GGUFReader:
             self._read_header()
         except (struct.error, IndexError) as error:
             raise CheckpointError(f"{path}: truncated within its header") from error
-        except (UnicodeDecodeError, ValueError, OverflowError) as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: bad GGUF header: {error}") from error
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -95,9 +96,14 @@ class GGUFReader:
         entries = []
         for _ in range(num_tensors):
             name = cursor.string()
-            shape = tuple(reversed([cursor.scalar("Q") for _ in range(cursor.scalar("I"))]))
+            num_dims = cursor.scalar("I")
+            if num_dims > _MAX_DIMS:
+                raise ValueError(f"tensor {name} has {num_dims} dimensions")
+            shape = tuple(reversed([cursor.scalar("Q") for _ in range(num_dims)]))
             entries.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment = {alignment!r}")
         data_start = -(-cursor.offset // alignment) * alignment
         for name, shape, type_number, offset in entries:
             self._add_tensor(name, shape, type_number, data_start + offset)

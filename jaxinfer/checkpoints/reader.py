@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -29,7 +28,7 @@ class TensorReader(Protocol):
     """
 
     path: Path
-    tensors: Mapping[str, TensorInfo]
+    tensors: dict[str, TensorInfo]
     dtypes: frozenset[str]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:

@@ -48,20 +48,10 @@ class SafetensorsReader:
         self.path = folder
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, _Place] = {}
-        if (folder / INDEX).exists():
-            weight_map = read_json(folder / INDEX).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise CheckpointError(f"{folder / INDEX}: has no weight_map")
-            for shard in sorted(set(weight_map.values())):
-                if not (folder / shard).exists():
-                    name = next(name for name, its_shard in weight_map.items() if its_shard == shard)
-                    raise CheckpointError(f"{folder / shard}: missing, though {INDEX} names it (for {name})")
-                self._add_file(folder / shard)
-            for name, shard in weight_map.items():
-                if name not in self.tensors:
-                    raise CheckpointError(f"{folder / shard}: has no tensor {name}, though {INDEX} says so")
-        elif (folder / SINGLE).exists():
+        if (folder / SINGLE).exists():
             self._add_file(folder / SINGLE)
+        elif (folder / INDEX).exists():
+            self._add_shards(folder)
         else:
             raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}")
 
@@ -72,6 +62,19 @@ class SafetensorsReader:
     def release(self, name: str) -> None:
         place = self._places[name]
         place.file.release(place.offset, place.size)
+
+    def _add_shards(self, folder: Path) -> None:
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise CheckpointError(f"{folder / INDEX}: has no weight_map of names to files")
+        for shard in sorted(set(weight_map.values())):
+            if not (folder / shard).is_file():
+                name = next(name for name, its_shard in weight_map.items() if its_shard == shard)
+                raise CheckpointError(f"{folder / shard}: missing, though {INDEX} names it (for {name})")
+            self._add_file(folder / shard)
+        for name, shard in weight_map.items():
+            if name not in self.tensors:
+                raise CheckpointError(f"{folder / shard}: has no tensor {name}, though {INDEX} says so")
 
     def _add_file(self, path: Path) -> None:
         file = MappedFile(path)

@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,13 @@ class Engine:
       startup_seconds: what each part of the start took.
     """
 
-    def __init__(
-        self, name: str, model: ModelConfig, scheduler: SchedulerConfig, tokenizer: Tokenizer, runner: Runner
-    ):
+    def __init__(self, name: str, model: ModelConfig, scheduler: SchedulerConfig, tokenizer: Tokenizer, runner: Runner):
         self.model_name, self.model_config, self.scheduler_config = name, model, scheduler
         self.tokenizer, self.runner = tokenizer, runner
         self.startup_seconds: dict[str, float] = {}
         self._lock = threading.Lock()
         self._live: dict[str, LiveRequest | None] = {}  # None while its prompt is being tokenized
+        self._aborted_early: set[str] = set()  # aborted in that time
         self._waiting = 0
         self._state = EngineState.STARTING
         self._death: EngineDeadError | None = None
@@ -105,7 +104,10 @@ class Engine:
         if config.dtype not in DTYPES:
             raise InvalidArgumentError("dtype", config.dtype, f"one of {', '.join(DTYPES)}")
         source = resolve(
-            config.model, cache_dir=cache_dir, offline=offline, progress=lambda done, all_: report("download", done, all_)
+            config.model,
+            cache_dir=cache_dir,
+            offline=offline,
+            progress=lambda done, all_: report("download", done, all_),
         )
         clock.lap("find")
         checkpoint = open_checkpoint(source)
@@ -192,11 +194,16 @@ class Engine:
         except BaseException:
             with self._lock:
                 del self._live[request.request_id]
+                self._aborted_early.discard(request.request_id)
                 self._waiting -= 1
             raise
         with self._lock:
             self._live[request.request_id] = live
-        self._loop.submit(live)
+            # Under the lock, so that an abort comes either before this (and is found here) or after it in the inbox.
+            self._loop.submit(live)
+            if request.request_id in self._aborted_early:
+                self._aborted_early.discard(request.request_id)
+                self._loop.abort(request.request_id)
         if self._death is not None:  # it may have died since the check at the door
             self._loop.fail_all(self._death)
 
@@ -262,7 +269,7 @@ class Engine:
         ids = [part for part in self.tokenizer.split_control(text) if isinstance(part, int)]
         return self.tokenizer.decode(ids[:1], skip_special_tokens=False) if ids else None
 
-    async def stream(self, request: Request) -> AsyncIterator[Event]:
+    async def stream(self, request: Request) -> AsyncGenerator[Event]:
         """Events of a request, ending in one Finished or Failed. Closing the iterator early aborts the request.
 
         Raises: before the first event, as `submit`.
@@ -278,8 +285,14 @@ class Engine:
                     self.abort(request.request_id)
 
         # Tokenizing a long prompt takes long enough to stall every other stream of the event loop.
-        await asyncio.to_thread(self.submit, request, sink)
+        submitting = asyncio.ensure_future(asyncio.to_thread(self.submit, request, sink))
         over = False
+        try:
+            # The thread cannot be stopped: whoever goes meanwhile leaves a request that has to be aborted.
+            await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(lambda done: done.exception() or self.abort(request.request_id))
+            raise
         try:
             while not over:
                 for event in await events.get():
@@ -292,10 +305,17 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """Ends a request with finish reason ABORT; False if none of that id lives."""
         with self._lock:
-            known = request_id in self._live
-        if known:
-            self._loop.abort(request_id)
-        return known
+            if request_id not in self._live:
+                return False
+            if self._live[request_id] is None:
+                self._aborted_early.add(request_id)
+            else:
+                self._loop.abort(request_id)
+            return True
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Runs a function on the loop thread between two steps; it must not raise. For benchmarks and tests."""
+        self._loop.call(function)
 
     # The end.
 
@@ -412,12 +432,12 @@ def _step_sizes(scheduler: SchedulerConfig) -> tuple[int, ...]:
     while size < scheduler.max_num_seqs:
         sizes.add(size)
         size *= 4
-    return tuple(sorted(s for s in sizes if s <= scheduler.max_num_batched_tokens) or [scheduler.max_num_batched_tokens])
+    return tuple(
+        sorted(s for s in sizes if s <= scheduler.max_num_batched_tokens) or [scheduler.max_num_batched_tokens]
+    )
 
 
-def _scheduler_config(
-    config: EngineConfig, model: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh
-) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, model: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh) -> SchedulerConfig:
     max_model_len = model.max_position if config.max_model_len is None else config.max_model_len
     if max_model_len > model.max_position:
         raise InvalidArgumentError("max_model_len", max_model_len, f"at most the model's context, {model.max_position}")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from jaxinfer.engine.scheduler import NewToken
 from jaxinfer.engine.sequence import Sequence
-from jaxinfer.errors import JaxinferError
 from jaxinfer.text.detokenizer import Detokenizer, Piece
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import (
@@ -50,7 +49,7 @@ class LiveRequest:
         self._arrival = time.monotonic()
         self._started: float | None = None
         self._first_token: float | None = None
-        self.over = False
+        self._over = False
 
     @property
     def started(self) -> bool:
@@ -96,15 +95,10 @@ class LiveRequest:
         return events
 
     def send(self, events: list[Event]) -> None:
-        """Hands events to the client's side."""
-        if events:
-            self.over = self.over or isinstance(events[-1], (Finished, Failed))
+        """Hands events to the client's side, but none after the last one."""
+        if events and not self._over:
+            self._over = isinstance(events[-1], (Finished, Failed))
             self._sink(events)
-
-    def fail(self, error: JaxinferError) -> None:
-        """Sends the error as the last event, unless the request is over."""
-        if not self.over:
-            self.send([Failed(error)])
 
     def _delta(self, index: int, piece: Piece) -> Delta:
         waiting = self._logprobs[index]
@@ -134,8 +128,10 @@ class LiveRequest:
 
 
 def _position_logprobs(tokens: StepTokens, row: int, count: int) -> PositionLogprobs:
-    assert tokens.logprobs is not None and tokens.ranks is not None
-    assert tokens.top_ids is not None and tokens.top_logprobs is not None
+    assert tokens.logprobs is not None
+    assert tokens.ranks is not None
+    assert tokens.top_ids is not None
+    assert tokens.top_logprobs is not None
     chosen = TokenLogprob(int(tokens.token_ids[row]), float(tokens.logprobs[row]), int(tokens.ranks[row]))
     pairs = zip(tokens.top_ids[row, :count].tolist(), tokens.top_logprobs[row, :count].tolist(), strict=True)
     return PositionLogprobs(chosen, tuple(TokenLogprob(i, value, rank) for rank, (i, value) in enumerate(pairs, 1)))

@@ -13,7 +13,7 @@ from jaxinfer.engine.live_request import LiveRequest
 from jaxinfer.engine.runner import Flight, Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.errors import EngineDeadError, JaxinferError, RequestFailedError, StepFailedError
-from jaxinfer.types import EngineStats, FinishReason, StepPlan, StepTokens
+from jaxinfer.types import EngineStats, Event, Failed, Finished, FinishReason, StepPlan, StepTokens
 
 logger = logging.getLogger(__name__)
 
@@ -160,12 +160,9 @@ class EngineLoop:
                 events, stop = live.push(new, tokens)
                 if stop is not None:
                     self._scheduler.finish(new.sequence, FinishReason.STOP, stop)
-                live.send(events)
+                self._send(live, events)
             except Exception as error:
                 self._request_failed(live, error)
-                continue
-            if live.over:
-                self._drop(live)
         self._output_tokens += len(new_tokens)
         self._rate.append((time.monotonic(), len(new_tokens)))
         self.stats = self._snapshot()
@@ -190,15 +187,16 @@ class EngineLoop:
 
     def _end(self, live: LiveRequest, error: JaxinferError) -> None:
         try:
-            live.fail(error)
+            self._send(live, [Failed(error)])
         except Exception:  # its sink is broken: there is nobody left to tell
             logger.exception("request %s could not be told of its end", live.request_id)
-        self._drop(live)
 
-    def _drop(self, live: LiveRequest) -> None:
-        self._live.pop(live.request_id, None)
-        self._not_started.pop(live.request_id, None)
-        self._on_end(live)
+    def _send(self, live: LiveRequest, events: list[Event]) -> None:
+        """Hands events to the client's side; a request that ends is forgotten first, so that its id is free again."""
+        if events and isinstance(events[-1], (Finished, Failed)) and self._live.pop(live.request_id, None) is live:
+            self._not_started.pop(live.request_id, None)
+            self._on_end(live)
+        live.send(events)
 
     # Messages, on the loop thread.
 
@@ -215,10 +213,9 @@ class EngineLoop:
             return
         self._scheduler.abort(request_id)
         try:
-            live.send(live.abort())
-        except Exception:
-            logger.exception("request %s could not be told of its abort", request_id)
-        self._drop(live)
+            self._send(live, live.abort())
+        except Exception as error:
+            self._request_failed(live, error)
 
     def _fail_all(self, error: JaxinferError) -> None:
         for live in list(self._live.values()):

@@ -47,9 +47,7 @@ def make_step(structure: DecoderStructure, model: ModelConfig, shape: StepShape)
     """The step of one shape: (weight leaves, DeviceState, packed inputs) -> (DeviceState, SampledTokens)."""
     scale = model.head_dim**-0.5
 
-    def step(
-        leaves: tuple[jax.Array, ...], state: DeviceState, packed: jax.Array
-    ) -> tuple[DeviceState, SampledTokens]:
+    def step(leaves: tuple[jax.Array, ...], state: DeviceState, packed: jax.Array) -> tuple[DeviceState, SampledTokens]:
         inputs = unpack(packed, shape)
         decoder = structure.merge(leaves)
 
@@ -69,9 +67,7 @@ def make_step(structure: DecoderStructure, model: ModelConfig, shape: StepShape)
             )
 
         token_ids_T = resolve_tokens(inputs, state.last_tokens)
-        _, positions_T, _ = token_positions(
-            shape.num_tokens, inputs.kv_lens_S, inputs.query_starts_S1, inputs.num_seqs
-        )
+        _, positions_T, _ = token_positions(shape.num_tokens, inputs.kv_lens_S, inputs.query_starts_S1, inputs.num_seqs)
         hidden_TD, pool = decoder(token_ids_T, positions_T, state.pool, attend)
         sampled = sample(decoder.logits(hidden_TD[inputs.row_tokens_R]), inputs.sampling)
         last_tokens = state.last_tokens.at[inputs.row_slots_R].set(sampled.token_R)
@@ -111,10 +107,11 @@ class Runner:
         self._shapes = [StepShape(size, scheduler.max_num_seqs, max_pages_per_seq) for size in step_sizes]
         self._sharding, self._executables = sharding, executables
         spec = pool_spec(model, scheduler.num_pages, scheduler.page_size, kv_dtype)
-        self._state_spec = DeviceState(
-            jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding),
-            jax.ShapeDtypeStruct((scheduler.max_num_seqs + 1,), jnp.int32, sharding=sharding),
+        self._state_spec: Any = DeviceState(
+            pool=jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding),  # type: ignore[arg-type]
+            last_tokens=jax.ShapeDtypeStruct((scheduler.max_num_seqs + 1,), jnp.int32, sharding=sharding),  # type: ignore[arg-type]
         )
+        self.state: DeviceState
         self._programs: dict[int, jax.stages.Compiled] = {}
         self._compiles_at_warm_up: int | None = None
         self.recorded: list[tuple[int, np.ndarray]] | None = None  # (program, inputs) of steps, when a list is set
@@ -206,8 +203,10 @@ class Runner:
         return StepTokens(token_ids, *(np.asarray(x)[:rows] for x in rest))
 
     def replay(self, recorded: list[tuple[int, np.ndarray]]) -> None:
-        """Runs recorded inputs back to back from an empty state, as fast as the device goes, and waits for the end."""
-        self.reset()
+        """Runs recorded inputs back to back, as fast as the device goes, and waits for the end.
+
+        The pages' content is overwritten: nothing may be live or cached that still counts on it.
+        """
         sampled = None
         for size, packed in recorded:
             self.state, sampled = self._programs[size](self.leaves, self.state, packed)

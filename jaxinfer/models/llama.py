@@ -22,8 +22,8 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
       CheckpointError: a key is missing or no number; the message names it.
       UnsupportedError: a setting the decoder does not have; the message names it.
     """
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "of an unnamed method")
+    if quantization := _mapping(config, "quantization_config"):
+        method = quantization.get("quant_method", "of an unnamed method")
         raise UnsupportedError(f"quantization_config ({method}) is not supported: take the unquantized checkpoint")
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise UnsupportedError(f"hidden_act {act} is not supported: a Llama uses silu")
@@ -36,7 +36,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         output_bias=attention_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
     )
-    eos = config.get("eos_token_id")
+    ends = config.get("eos_token_id")
     return ModelConfig(
         family="llama",
         vocab_size=_count(config, "vocab_size"),
@@ -49,14 +49,14 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=_number(config, "rms_norm_eps"),
         max_position=_count(config, "max_position_embeddings"),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        bos_token_id=config.get("bos_token_id"),
+        eos_token_ids=_token_ids(ends if isinstance(ends, list) else [ends]),
+        bos_token_id=next(iter(_token_ids([config.get("bos_token_id")])), None),
     )
 
 
 def _rope_from_hf(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
     """Transformers 5 writes `rope_parameters`, with the theta inside; 4 writes `rope_scaling` and `rope_theta`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _mapping(config, "rope_parameters") or _mapping(config, "rope_scaling")
     theta = _number(rope, "rope_theta", default=_number(config, "rope_theta", default=10_000.0))
     if (fraction := rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
         raise UnsupportedError(f"partial_rotary_factor {fraction} is not supported: a Llama rotates whole heads")
@@ -152,7 +152,7 @@ def config_from_gguf(
     """
     if metadata.get("llama.expert_count"):
         raise UnsupportedError("llama.expert_count: mixture-of-experts models are not supported")
-    if metadata.get("split.count", 0) > 1:
+    if metadata.get("split.count", 0) not in (0, 1):
         raise UnsupportedError("split.count: a GGUF in several files is not supported; merge it with llama-gguf-split")
     hidden_size = _count(metadata, "llama.embedding_length")
     num_heads = _count(metadata, "llama.attention.head_count")
@@ -167,10 +167,10 @@ def config_from_gguf(
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
     )
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    vocab_size = metadata.get("llama.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
+    embedding = shapes.get("token_embd.weight", (None,))
     return ModelConfig(
         family="llama",
-        vocab_size=vocab_size or shapes.get("token_embd.weight", (0,))[0],
+        vocab_size=_count(metadata, "llama.vocab_size", default=embedding[0]),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=_count(metadata, "llama.attention.head_count_kv", default=num_heads),
@@ -180,8 +180,8 @@ def config_from_gguf(
         rms_norm_eps=_number(metadata, "llama.attention.layer_norm_rms_epsilon"),
         max_position=_count(metadata, "llama.context_length"),
         tie_embeddings="output.weight" not in shapes,
-        eos_token_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=_token_ids(ends),
+        bos_token_id=next(iter(_token_ids([metadata.get("tokenizer.ggml.bos_token_id")])), None),
     )
 
 
@@ -257,6 +257,21 @@ def _number(config: Mapping[str, Any], key: str, default: float | None = None) -
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise CheckpointError(f"the model's config has {key} = {value!r}, expected a positive number")
     return float(value)
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"the model's config has {key} = {value!r}, expected an object")
+    return value
+
+
+def _token_ids(values: list[Any]) -> tuple[int, ...]:
+    ids = tuple(dict.fromkeys(value for value in values if value is not None))
+    for value in ids:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CheckpointError(f"the model's config has {value!r} for a token id")
+    return ids
 
 
 def _head_dim(config: Mapping[str, Any], key: str, hidden_size: int, num_heads: int) -> int:

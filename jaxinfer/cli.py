@@ -1,0 +1,429 @@
+"""The command line: the one place that reads arguments and the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from jaxinfer import __version__
+from jaxinfer._shadowing import check_top_level_packages
+from jaxinfer.config import EngineConfig
+from jaxinfer.errors import JaxinferError
+
+STARTED = time.perf_counter()
+
+app = typer.Typer(
+    name="jaxinfer",
+    help="Serve language models on TPU, GPU and CPU with JAX.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(help="Measure the engine on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+stderr = Console(stderr=True)
+_DEFAULTS = EngineConfig()
+
+# Options that every command with a model takes.
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="Hugging Face folder, .gguf file, hub id or alias.", show_default=True)
+]
+DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")]
+MeshOption = Annotated[str | None, typer.Option(help="Mesh axes and sizes, as tensor=1. This version: one device.")]
+QuantizeOption = Annotated[str | None, typer.Option(help="Weights at fewer bits. This version: none.")]
+MaxModelLenOption = Annotated[
+    int | None, typer.Option(min=2, help="Longest sequence, prompt and output. [default: the model's own]")
+]
+MaxNumSeqsOption = Annotated[int, typer.Option(min=1, help="Most sequences that run at once.")]
+MaxBatchedOption = Annotated[int, typer.Option(min=1, help="Token budget of a step.")]
+PageSizeOption = Annotated[int, typer.Option(min=1, help="Tokens a page of the KV cache.")]
+KvCacheOption = Annotated[
+    float | None, typer.Option(min=0.001, help="GiB of the KV cache. [default: 1 on a CPU, else what is free]")
+]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Use only files that are on this machine.")]
+MaxTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Most tokens to generate. [default: the rest of the context]")
+]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+TopPOption = Annotated[float, typer.Option(help="Sample from the likeliest tokens that hold this much probability.")]
+TopKOption = Annotated[int, typer.Option(min=-1, help="Sample from this many likeliest tokens; 0 is all.")]
+SeedOption = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
+
+
+@app.callback()
+def _common(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
+) -> None:
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+    if verbose:
+        for name in ("jaxinfer", "server"):
+            logging.getLogger(name).setLevel(logging.INFO)
+
+
+@app.command()
+def serve(
+    model: ModelOption = _DEFAULTS.model,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 takes a free one.")] = 50051,
+    dtype: DtypeOption = _DEFAULTS.dtype,
+    mesh: MeshOption = None,
+    quantize: QuantizeOption = None,
+    max_model_len: MaxModelLenOption = None,
+    max_num_seqs: MaxNumSeqsOption = _DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: MaxBatchedOption = _DEFAULTS.max_num_batched_tokens,
+    page_size: PageSizeOption = _DEFAULTS.page_size,
+    kv_cache_gib: KvCacheOption = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Share pages between equal prefixes.")] = True,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Most requests that may wait.")] = _DEFAULTS.max_waiting,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="How long live requests may take after SIGTERM.")] = 30.0,
+    offline: OfflineOption = False,
+) -> None:
+    """Serve a model over gRPC, until SIGTERM or Ctrl-C."""
+    check_top_level_packages()
+    from jaxinfer.engine.engine import Engine
+    from server.grpc_service import serve as serve_grpc
+
+    config = _engine_config(
+        model=model,
+        dtype=dtype,
+        mesh=mesh,
+        quantize=quantize,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        page_size=page_size,
+        kv_cache_gib=kv_cache_gib,
+        prefix_caching=prefix_caching,
+        max_waiting=max_waiting,
+    )
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        stderr.print(f"[yellow]Listening on {host} without TLS or API keys: anyone who reaches it may use it.[/]")
+
+    def load() -> Engine:
+        with _progress_bars() as progress:
+            return Engine.start(config, cache_dir=_cache_dir(), offline=offline, progress=progress)
+
+    def on_ready(engine: Engine) -> None:
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in engine.startup_seconds.items())
+        _say(f"ready {time.perf_counter() - STARTED:.1f} s after the start ({parts})")
+        _first_token(engine)
+
+    drained = asyncio.run(
+        serve_grpc(
+            load,
+            host=host,
+            port=port,
+            drain_timeout_s=drain_seconds,
+            on_listening=lambda bound: _say(f"listening on {host}:{bound}"),
+            on_ready=on_ready,
+        )
+    )
+    _say("stopped" if drained else "stopped; some requests had not ended")
+
+
+def _first_token(engine: Any) -> None:
+    """One greedy token through the engine, to say how long the start really took."""
+    from jaxinfer.types import Delta, Request, SamplingParams
+
+    def sink(events: list[Any]) -> None:
+        if any(isinstance(event, Delta) for event in events):
+            _say(f"first token {time.perf_counter() - STARTED:.1f} s after the start")
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, skip_special_tokens=False, ignore_eos=True)
+    engine.submit(Request(request_id="first-token", params=params, token_ids=[0]), sink)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    model: ModelOption = _DEFAULTS.model,
+    chat: Annotated[bool, typer.Option("--chat", help="Send it as a chat message instead of plain text.")] = False,
+    max_tokens: MaxTokensOption = 64,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = None,
+    n: Annotated[int, typer.Option("-n", min=1, help="Samples to draw.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the output; may be repeated.")] = None,
+    dtype: DtypeOption = _DEFAULTS.dtype,
+    mesh: MeshOption = None,
+    quantize: QuantizeOption = None,
+    max_model_len: MaxModelLenOption = None,
+    offline: OfflineOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outputs as JSON.")] = False,
+) -> None:
+    """Generate text once, in this process."""
+    from jaxinfer.types import Delta, Finished, SamplingParams
+
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    params = SamplingParams(
+        n=n, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, max_tokens=max_tokens
+    )
+    config = _engine_config(
+        model=model, dtype=dtype, mesh=mesh, quantize=quantize, max_model_len=max_model_len, max_num_seqs=max(n, 8)
+    )
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"text": prompt}
+    with _engine(config, offline) as engine:
+        samples: dict[int, dict[str, Any]] = {i: {"index": i, "text": "", "token_ids": []} for i in range(n)}
+        for event in _events(engine, fields, params):
+            if isinstance(event, Delta):
+                samples[event.index]["text"] += event.text
+                samples[event.index]["token_ids"] += event.token_ids
+                if n == 1 and not as_json:
+                    print(event.text, end="", flush=True)
+            elif isinstance(event, Finished):
+                for end in event.ends:
+                    samples[end.index]["finish_reason"] = end.finish_reason.value
+                timings, usage = event.timings, event.usage
+    if as_json:
+        print(json.dumps({"prompt": prompt, "outputs": list(samples.values())}, ensure_ascii=False))
+    elif n > 1:
+        for sample in samples.values():
+            print(f"--- sample {sample['index']}\n{sample['text']}")
+    else:
+        print()
+    _say_speed(timings, usage)
+
+
+@app.command()
+def chat(
+    model: ModelOption = _DEFAULTS.model,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: MaxTokensOption = 512,
+    temperature: TemperatureOption = 0.7,
+    top_p: TopPOption = 0.95,
+    top_k: TopKOption = 0,
+    seed: SeedOption = None,
+    dtype: DtypeOption = _DEFAULTS.dtype,
+    mesh: MeshOption = None,
+    quantize: QuantizeOption = None,
+    max_model_len: MaxModelLenOption = None,
+    server: Annotated[str | None, typer.Option(help="Talk to a running server (host:port) instead.")] = None,
+    offline: OfflineOption = False,
+) -> None:
+    """Chat with a model. An empty line or Ctrl-D ends it."""
+    from jaxinfer.types import Delta, Finished, SamplingParams
+
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
+    messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+
+    def converse(events_of: Callable[[list[dict[str, str]]], Iterator[Any]]) -> None:
+        while line := _read_line():
+            messages.append({"role": "user", "content": line})
+            reply = ""
+            for event in events_of(messages):
+                if isinstance(event, Delta):
+                    reply += event.text
+                    print(event.text, end="", flush=True)
+                elif isinstance(event, Finished):
+                    print()
+                    _say_speed(event.timings, event.usage)
+            messages.append({"role": "assistant", "content": reply})
+
+    if server is not None:
+        check_top_level_packages("server")
+        from server.client import Client
+
+        with Client(server) as client:
+            converse(lambda said: client.generate(said, params))
+        return
+    config = _engine_config(
+        model=model, dtype=dtype, mesh=mesh, quantize=quantize, max_model_len=max_model_len, max_num_seqs=8
+    )
+    with _engine(config, offline) as engine:
+        converse(lambda said: _events(engine, {"messages": list(said)}, params))
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="Alias or hub id.")] = _DEFAULTS.model,
+) -> None:
+    """Fetch a model's files and print where they are."""
+    from jaxinfer.checkpoints.source import resolve
+
+    with _progress_bars() as progress:
+        source = resolve(model, cache_dir=_cache_dir(), progress=lambda done, total: progress("download", done, total))
+    print(source.path)
+
+
+@bench_app.command()
+def throughput(
+    model: ModelOption = _DEFAULTS.model,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of a round.")] = 32,
+    input_len: Annotated[int, typer.Option(min=1, help="Random tokens a prompt.")] = 64,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 64,
+    max_num_seqs: MaxNumSeqsOption = _DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: MaxBatchedOption = _DEFAULTS.max_num_batched_tokens,
+    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds, after one warm-up; medians are reported.")] = 3,
+    dtype: DtypeOption = _DEFAULTS.dtype,
+    mesh: MeshOption = None,
+    quantize: QuantizeOption = None,
+    page_size: PageSizeOption = _DEFAULTS.page_size,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    offline: OfflineOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Tokens per second, latencies, and how near the engine comes to the bare jitted step."""
+    from jaxinfer.bench import throughput as measure
+
+    config = _engine_config(
+        model=model,
+        dtype=dtype,
+        mesh=mesh,
+        quantize=quantize,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        page_size=page_size,
+    )
+    with _engine(config, offline) as engine:
+        with _progress_bars() as progress:
+            figures = measure(
+                engine,
+                num_prompts=num_prompts,
+                input_len=input_len,
+                output_len=output_len,
+                rounds=rounds,
+                seed=seed,
+                on_progress=lambda done, total: progress("rounds", done, total),
+            )
+        figures["startup_s"] = engine.startup_seconds
+    if as_json:
+        print(json.dumps(figures))
+        return
+    width = max(map(len, figures))
+    for name, value in figures.items():
+        shown = ", ".join(f"{k} {v:g}" for k, v in value.items()) if isinstance(value, dict) else value
+        print(f"{name:<{width}}  {shown}")
+
+
+# Pieces the commands share.
+
+
+def _engine_config(*, kv_cache_gib: float | None = None, **fields: Any) -> EngineConfig:
+    kv_cache_bytes = None if kv_cache_gib is None else int(kv_cache_gib * 2**30)
+    return EngineConfig(kv_cache_bytes=kv_cache_bytes, **fields)
+
+
+def _cache_dir() -> Path:
+    from jaxinfer.checkpoints.source import default_cache_dir
+
+    return default_cache_dir(os.environ)
+
+
+@contextmanager
+def _engine(config: EngineConfig, offline: bool) -> Iterator[Any]:
+    check_top_level_packages("sharding", "pallas_kernels")
+    from jaxinfer.engine.engine import Engine
+
+    with _progress_bars() as progress:
+        engine = Engine.start(config, cache_dir=_cache_dir(), offline=offline, progress=progress)
+    with engine:
+        yield engine
+
+
+def _events(engine: Any, fields: dict[str, Any], params: Any) -> Iterator[Any]:
+    """A request's events, as they come, on this thread."""
+    import queue
+    import uuid
+
+    from jaxinfer.types import Failed, Finished, Request
+
+    batches: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+    engine.submit(Request(request_id=uuid.uuid4().hex, params=params, **fields), batches.put)
+    while True:
+        for event in batches.get():
+            if isinstance(event, Failed):
+                raise event.error
+            yield event
+            if isinstance(event, Finished):
+                return
+
+
+@contextmanager
+def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Bars on standard error, one a stage; where that is no terminal, a line when a stage begins and ends."""
+    if not stderr.is_terminal:
+        begun: dict[str, float] = {}
+
+        def lines(stage: str, done: int, total: int) -> None:
+            now = time.perf_counter()
+            if stage not in begun:
+                begun[stage] = now
+                stderr.print(f"{stage} ...", highlight=False)
+            if total and done >= total and begun[stage] >= 0:
+                stderr.print(f"{stage} done in {now - begun[stage]:.1f} s", highlight=False)
+                begun[stage] = -1.0
+
+        yield lines
+        return
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=stderr) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            in_bytes = stage in ("download", "load")
+            amount = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB" if in_bytes else f"{done} of {total}"
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total, amount=amount)
+            bars.update(tasks[stage], completed=done, total=total, amount=amount)
+
+        yield update
+
+
+def _read_line() -> str:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
+
+
+def _say(text: str) -> None:
+    print(f"jaxinfer: {text}", flush=True)
+
+
+def _say_speed(timings: Any, usage: Any) -> None:
+    after_first = max(timings.total_s - timings.first_token_s, 1e-9)
+    rate = (usage.output_tokens - 1) / after_first if usage.output_tokens > 1 else 0.0
+    stderr.print(
+        f"{usage.prompt_tokens} tokens in, {usage.output_tokens} out; first after {1e3 * timings.first_token_s:.0f} ms, "
+        f"then {rate:.1f} tokens/s",
+        style="dim",
+        highlight=False,
+    )
+
+
+def main() -> None:
+    """Entry point: our own errors are one line, without a traceback."""
+    if "--version" in sys.argv[1:2]:
+        import jax
+
+        print(f"jaxinfer {__version__}, jax {jax.__version__}, Python {sys.version.split()[0]}")
+        return
+    try:
+        app()
+    except JaxinferError as error:
+        stderr.print(f"[red]jaxinfer: {error.code}:[/] ", end="")
+        stderr.print(str(error), markup=False, highlight=False)
+        sys.exit(1)
