@@ -112,6 +112,8 @@ class EngineConfig:
       kv_cache_bytes: memory of the page pool; None takes 1 GiB on a CPU, else what is left of the device's memory.
       prefix_caching: share full pages between equal prefixes.
       max_waiting: most requests that may wait.
+      scan_layers: roll the layers into one loop, which compiles several times faster and runs somewhat slower; None
+        does so on CPUs.
       compile_cache: keep compiled programs on disk.
     """
 
@@ -126,4 +128,5 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     prefix_caching: bool = True
     max_waiting: int = 1024
+    scan_layers: bool | None = None
     compile_cache: bool = True

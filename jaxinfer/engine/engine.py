@@ -122,7 +122,7 @@ class Engine:
         clock.lap("load")
         model = checkpoint.config
         scheduler = _scheduler_config(config, model, dtype, mesh)
-        structure = decoder_structure(model, dtype)
+        structure = decoder_structure(model, dtype, scan=_scans_layers(config, model, mesh))
         runner = Runner(
             structure,
             structure.flatten(weights),
@@ -425,16 +425,22 @@ def _jax_dtype(name: str) -> Any:
     return getattr(jax.numpy, name)
 
 
+def _scans_layers(config: EngineConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> bool:
+    alike = len(set(model.layers)) == 1
+    if config.scan_layers is None:
+        return alike and mesh.devices.flat[0].platform == "cpu"
+    if config.scan_layers and not alike:
+        raise UnsupportedError("scan_layers: this model's layers differ from each other")
+    return config.scan_layers
+
+
 def _step_sizes(scheduler: SchedulerConfig) -> tuple[int, ...]:
-    """Packed-token counts to compile for: steps of four up to the running sequences, and the whole budget."""
-    sizes = {scheduler.max_num_batched_tokens, max(scheduler.max_num_seqs, SMALLEST_STEP)}
-    size = SMALLEST_STEP
-    while size < scheduler.max_num_seqs:
-        sizes.add(size)
-        size *= 4
-    return tuple(
-        sorted(s for s in sizes if s <= scheduler.max_num_batched_tokens) or [scheduler.max_num_batched_tokens]
-    )
+    """Packed-token counts to compile for: powers of two up to the whole budget."""
+    sizes, size = [], SMALLEST_STEP
+    while size < scheduler.max_num_batched_tokens:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, scheduler.max_num_batched_tokens)
 
 
 def _scheduler_config(config: EngineConfig, model: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh) -> SchedulerConfig:

@@ -15,12 +15,10 @@ import platform
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jax
 import jaxlib
 from jax.experimental import serialize_executable
-
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import lax
 
 from jaxinfer.config import LayerSpec, ModelConfig
 from jaxinfer.models.layers import WeightSpec, apply_rope, linear, rms_norm, rope_tables
@@ -21,49 +24,49 @@ class Attend(Protocol):
     """Attention bound to one step's page table: writes k and v of `layer` into the pool, then reads it."""
 
     def __call__(
-        self, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, pool: jax.Array, layer: int, window: int | None
+        self,
+        q_TNH: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array,
+        pool: jax.Array,
+        layer: int | jax.Array,
+        window: int | None,
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP with pre-norms and residuals, as `LayerSpec` says."""
+    """Attention and MLP with pre-norms and residuals, as its `LayerSpec` says.
 
-    def __init__(self, config: ModelConfig, index: int, dtype: Any, make: MakeWeight):
-        D, N, K, H, F = (
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.intermediate_size,
-        )
-        self.config, self.index = config, index
-        spec = config.layers[index]
+    `declare(name, ...)` gives a weight: one layer's, or all layers' stacked where the decoder is scanned.
+    """
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec, dtype: Any, declare: Callable[..., nnx.Param]):
+        c = self.config = config
+        self.spec = spec
+        D, N, K, H, F = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size
         qkv = (("q", N * H), ("k", K * H), ("v", K * H))
         gate_up = (("gate", F), ("up", F))
-
-        def weight(name: str, *args: Any) -> nnx.Param:
-            return nnx.Param(make(f"layers.{index}.{name}", WeightSpec(*args)))
-
-        self.attn_norm = weight("attn_norm", (D,), jnp.float32, ("model",))
-        self.qkv = weight("qkv", ((N + 2 * K) * H, D), dtype, ("heads", "model"), qkv)
-        self.o = weight("o", (D, N * H), dtype, ("model", "heads"))
-        self.mlp_norm = weight("mlp_norm", (D,), jnp.float32, ("model",))
-        self.gate_up = weight("gate_up", (2 * F, D), dtype, ("feed_forward", "model"), gate_up)
-        self.down = weight("down", (D, F), dtype, ("model", "feed_forward"))
+        self.attn_norm = declare("attn_norm", (D,), jnp.float32, ("model",))
+        self.qkv = declare("qkv", ((N + 2 * K) * H, D), dtype, ("heads", "model"), qkv)
+        self.o = declare("o", (D, N * H), dtype, ("model", "heads"))
+        self.mlp_norm = declare("mlp_norm", (D,), jnp.float32, ("model",))
+        self.gate_up = declare("gate_up", (2 * F, D), dtype, ("feed_forward", "model"), gate_up)
+        self.down = declare("down", (D, F), dtype, ("model", "feed_forward"))
         # Absent biases are None, which holds no leaf.
         has = spec.attention_bias
-        self.qkv_bias = weight("qkv_bias", ((N + 2 * K) * H,), dtype, ("heads",), qkv) if has else None
-        self.o_bias = weight("o_bias", (D,), dtype, ("model",)) if spec.output_bias else None
+        self.qkv_bias = declare("qkv_bias", ((N + 2 * K) * H,), dtype, ("heads",), qkv) if has else None
+        self.o_bias = declare("o_bias", (D,), dtype, ("model",)) if spec.output_bias else None
         has = spec.mlp_bias
-        self.gate_up_bias = weight("gate_up_bias", (2 * F,), dtype, ("feed_forward",), gate_up) if has else None
-        self.down_bias = weight("down_bias", (D,), dtype, ("model",)) if has else None
-
-    @property
-    def spec(self) -> LayerSpec:
-        return self.config.layers[self.index]
+        self.gate_up_bias = declare("gate_up_bias", (2 * F,), dtype, ("feed_forward",), gate_up) if has else None
+        self.down_bias = declare("down_bias", (D,), dtype, ("model",)) if has else None
 
     def __call__(
-        self, x_TD: jax.Array, rope: tuple[jax.Array, jax.Array], pool: jax.Array, attend: Attend
+        self,
+        x_TD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        pool: jax.Array,
+        attend: Attend,
+        index: int | jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         c = self.config
         T, N, K, H = x_TD.shape[0], c.num_heads, c.num_kv_heads, c.head_dim
@@ -72,7 +75,7 @@ class DecoderLayer(nnx.Module):
         q, k, v = jnp.split(qkv, (N * H, (N + K) * H), axis=-1)
         q_TNH = apply_rope(q.reshape(T, N, H), *rope)
         k_TKH = apply_rope(k.reshape(T, K, H), *rope)
-        pool, out_TNH = attend(q_TNH, k_TKH, v.reshape(T, K, H), pool, self.index, self.spec.window)
+        pool, out_TNH = attend(q_TNH, k_TKH, v.reshape(T, K, H), pool, index, self.spec.window)
         x_TD = x_TD + linear(out_TNH.reshape(T, N * H), self.o[...], _value(self.o_bias))
         y_TD = rms_norm(x_TD, self.mlp_norm[...], c.rms_norm_eps)
         gate_TF, up_TF = jnp.split(linear(y_TD, self.gate_up[...], _value(self.gate_up_bias)), 2, axis=-1)
@@ -81,19 +84,34 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and head."""
+    """Embedding, layers, final norm and head.
 
-    def __init__(self, config: ModelConfig, dtype: Any, make: MakeWeight):
-        V, D = config.vocab_size, config.hidden_size
-        self.config = config
+    Layers are either unrolled, or one scanned layer whose weights carry a leading axis L.
+    """
 
-        def weight(name: str, *args: Any) -> nnx.Param:
-            return nnx.Param(make(name, WeightSpec(*args)))
+    def __init__(self, config: ModelConfig, dtype: Any, make: MakeWeight, *, scan: bool = False):
+        V, D, L = config.vocab_size, config.hidden_size, len(config.layers)
+        self.config, self.scan = config, scan
 
-        self.embed = weight("embed", (V, D), dtype, ("vocab", "model"))
-        self.layers = nnx.List([DecoderLayer(config, i, dtype, make) for i in range(len(config.layers))])
-        self.final_norm = weight("final_norm", (D,), jnp.float32, ("model",))
-        self.head = None if config.tie_embeddings else weight("head", (V, D), dtype, ("vocab", "model"))
+        def declare(prefix: str, name: str, *spec: Any) -> nnx.Param:
+            return nnx.Param(make(prefix + name, WeightSpec(*spec)))
+
+        def declare_stacked(name: str, shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...], *_: Any) -> nnx.Param:
+            return nnx.Param(make(f"layers.{name}", WeightSpec((L, *shape), dtype, ("layer", *axes))))
+
+        self.embed = declare("", "embed", (V, D), dtype, ("vocab", "model"))
+        self.layers = (
+            DecoderLayer(config, config.layers[0], dtype, declare_stacked)
+            if scan
+            else nnx.List(
+                [
+                    DecoderLayer(config, spec, dtype, partial(declare, f"layers.{i}."))
+                    for i, spec in enumerate(config.layers)
+                ]
+            )
+        )
+        self.final_norm = declare("", "final_norm", (D,), jnp.float32, ("model",))
+        self.head = None if config.tie_embeddings else declare("", "head", (V, D), dtype, ("vocab", "model"))
 
     def __call__(
         self, token_ids_T: jax.Array, positions_T: jax.Array, pool: jax.Array, attend: Attend
@@ -101,8 +119,18 @@ class Decoder(nnx.Module):
         """Returns (hidden_TD after the last layer, pool with the tokens' keys and values written)."""
         x_TD = self.embed[...][token_ids_T]
         tables = {r: rope_tables(positions_T, r, self.config.head_dim) for r in {s.rope for s in self.config.layers}}
-        for layer in self.layers:
-            x_TD, pool = layer(x_TD, tables[layer.spec.rope], pool, attend)
+        if self.scan:
+            graphdef, stacked = nnx.split(self.layers)
+            rope = tables[self.config.layers[0].rope]
+
+            def body(carry: tuple[jax.Array, jax.Array], layer: tuple[jax.Array, Any]) -> tuple[Any, None]:
+                index, state = layer
+                return nnx.merge(graphdef, state)(carry[0], rope, carry[1], attend, index), None
+
+            (x_TD, pool), _ = lax.scan(body, (x_TD, pool), (jnp.arange(len(self.config.layers)), stacked))
+            return x_TD, pool
+        for index, layer in enumerate(cast(list[DecoderLayer], self.layers)):
+            x_TD, pool = layer(x_TD, tables[layer.spec.rope], pool, attend, index)
         return x_TD, pool
 
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
@@ -132,24 +160,41 @@ class DecoderStructure:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     def flatten(self, weights: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        """Weights by path -> leaves in the order `merge` takes them."""
-        return tuple(weights[path] for path in self.specs)
+        """Weights by path, as `weight_specs` names them -> leaves in the order `merge` takes them.
+
+        Empties `weights`, so that stacking the layers of a scanned decoder needs room for one weight, not for two
+        models.
+        """
+        return tuple(weights.pop(path) if path in weights else _stack(weights, path, self.specs) for path in self.specs)
 
 
-def decoder_structure(config: ModelConfig, dtype: Any) -> DecoderStructure:
-    """Builds the decoder with no bytes behind it."""
+def _stack(weights: dict[str, jax.Array], path: str, specs: dict[str, WeightSpec]) -> jax.Array:
+    name = path.removeprefix("layers.")
+    layers = [weights.pop(f"layers.{i}.{name}") for i in range(specs[path].shape[0])]
+    # On the host: nothing to compile, and on a CPU device neither way is copied.
+    return jax.device_put(np.stack([np.asarray(layer) for layer in layers]), layers[0].sharding)
+
+
+def decoder_structure(config: ModelConfig, dtype: Any, *, scan: bool = False) -> DecoderStructure:
+    """Builds the decoder with no bytes behind it.
+
+    Args:
+      scan: roll the layers into one loop; they must all be alike. Compiles several times faster, and costs a copy
+        of each layer's weights in each step.
+    """
+    assert not scan or len(set(config.layers)) == 1, "only layers that are all alike can be scanned"
     declared: dict[str, WeightSpec] = {}
 
     def make(path: str, spec: WeightSpec) -> jax.ShapeDtypeStruct:
         declared[path] = spec
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
 
-    graphdef, state = nnx.split(Decoder(config, dtype, make))
+    graphdef, state = nnx.split(Decoder(config, dtype, make, scan=scan))
     paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     assert sorted(paths) == sorted(declared), "a weight's declared path differs from its place in the module"
     return DecoderStructure(graphdef, jax.tree.structure(state), {path: declared[path] for path in paths})
 
 
 def weight_specs(config: ModelConfig, dtype: Any) -> dict[str, WeightSpec]:
-    """Path -> declaration of every weight of the model."""
+    """Path -> declaration of every weight of the model, layer by layer, as a checkpoint has them."""
     return decoder_structure(config, dtype).specs

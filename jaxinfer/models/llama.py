@@ -12,6 +12,9 @@ from jaxinfer.config import LayerSpec, ModelConfig, RopeConfig
 from jaxinfer.errors import CheckpointError, UnsupportedError
 from jaxinfer.models.family import Family, NameMap, Target
 
+# Beyond any model there is: a damaged file must not make lists of billions.
+_MOST_LAYERS, _MOST_HEAD_DIM = 4096, 65_536
+
 # ---- Hugging Face
 
 
@@ -45,7 +48,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=_count(config, "num_key_value_heads", default=num_heads),
         head_dim=head_dim,
         intermediate_size=_count(config, "intermediate_size"),
-        layers=(layer,) * _count(config, "num_hidden_layers"),
+        layers=(layer,) * _count(config, "num_hidden_layers", most=_MOST_LAYERS),
         rms_norm_eps=_number(config, "rms_norm_eps"),
         max_position=_count(config, "max_position_embeddings"),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -176,7 +179,7 @@ def config_from_gguf(
         num_kv_heads=_count(metadata, "llama.attention.head_count_kv", default=num_heads),
         head_dim=head_dim,
         intermediate_size=_count(metadata, "llama.feed_forward_length"),
-        layers=(layer,) * _count(metadata, "llama.block_count"),
+        layers=(layer,) * _count(metadata, "llama.block_count", most=_MOST_LAYERS),
         rms_norm_eps=_number(metadata, "llama.attention.layer_norm_rms_epsilon"),
         max_position=_count(metadata, "llama.context_length"),
         tie_embeddings="output.weight" not in shapes,
@@ -232,7 +235,7 @@ def gguf_names(config: ModelConfig) -> NameMap:
 # ---- Checked look-ups
 
 
-def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _count(config: Mapping[str, Any], key: str, default: int | None = None, most: int = 1 << 31) -> int:
     value = config.get(key)
     if value is None:
         value = default
@@ -243,8 +246,8 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
         value = value[0]
     if isinstance(value, list):
         raise UnsupportedError(f"{key} differs between layers, which is not supported")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"the model's config has {key} = {value!r}, expected a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise CheckpointError(f"the model's config has {key} = {value!r}, expected an integer from 1 to {most}")
     return value
 
 
@@ -277,7 +280,7 @@ def _token_ids(values: list[Any]) -> tuple[int, ...]:
 def _head_dim(config: Mapping[str, Any], key: str, hidden_size: int, num_heads: int) -> int:
     if config.get(key) is None and hidden_size % num_heads:
         raise CheckpointError(f"the model's config has no {key}, and {num_heads} heads do not divide {hidden_size}")
-    head_dim = _count(config, key, default=hidden_size // num_heads)
+    head_dim = _count(config, key, default=hidden_size // num_heads, most=_MOST_HEAD_DIM)
     if head_dim % 2:
         raise UnsupportedError(f"head dim {head_dim} is not supported: rope rotates pairs")
     return head_dim

@@ -1,0 +1,273 @@
+"""What the engine's tests share: many engines over one compiled runner, answers collected from them, and the truth.
+
+A runner is compiled once. Each test puts a new engine on it, with a scheduler of its own: a smaller pool, budget or
+batch is a matter of the host, so no test has to compile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.engine.engine import Engine, EngineState
+from jaxinfer.engine.sequence import sample_seed
+from jaxinfer.errors import JaxinferError
+from jaxinfer.models.decoder import DecoderStructure
+from jaxinfer.sampling.sampler import SamplingInputs, sample
+from jaxinfer.types import Delta, Event, Failed, Finished, FinishReason, Request, SamplingParams
+from pallas_kernels.paged_attention import paged_attention, pool_shape
+from pallas_kernels.paged_attention.reference import token_positions
+
+TIMEOUT = 120.0  # of anything a test waits for: far more than it takes, far less than for ever
+NOISE = 1e-3  # in a logit; the tiny models' are up to about 6, and float32 moves them by about 1e-5
+QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # the reference runs few steps
+
+
+class Answer:
+    """Everything one request sent back. Its `sink` may be called from any thread."""
+
+    def __init__(self, request_id: str, on_events: Callable[[list[Event]], None] | None = None):
+        self.request_id = request_id
+        self.events: list[Event] = []
+        self._on_events = on_events
+        self._over = threading.Event()
+        self._some = threading.Event()
+
+    def sink(self, events: list[Event]) -> None:
+        self.events += events
+        if self._on_events is not None:
+            self._on_events(events)
+        self._some.set()
+        if any(isinstance(event, (Finished, Failed)) for event in events):
+            self._over.set()
+
+    def wait(self) -> Answer:
+        assert self._over.wait(TIMEOUT), f"{self.request_id} never ended"
+        return self
+
+    def wait_first(self) -> Answer:
+        assert self._some.wait(TIMEOUT), f"{self.request_id} never began"
+        return self
+
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
+
+    @property
+    def error(self) -> JaxinferError | None:
+        last = self.wait().events[-1]
+        return last.error if isinstance(last, Failed) else None
+
+    @property
+    def finished(self) -> Finished:
+        last = self.wait().events[-1]
+        assert isinstance(last, Finished), last
+        return last
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [event for event in self.events if isinstance(event, Delta)]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.tokens_of(0)
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas if delta.index == 0)
+
+    @property
+    def reason(self) -> FinishReason:
+        return self.finished.ends[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self.finished.ends[0].stop_reason
+
+    def tokens_of(self, index: int) -> list[int]:
+        self.wait()
+        return [token_id for delta in self.deltas if delta.index == index for token_id in delta.token_ids]
+
+    def check(self) -> None:
+        """It ended once, and nothing came after that."""
+        self.wait()
+        lasts = [isinstance(event, (Finished, Failed)) for event in self.events]
+        assert lasts == [False] * (len(lasts) - 1) + [True], self.events
+
+
+class House:
+    """An engine on a shared runner, and all that it was asked. Greedy by default."""
+
+    def __init__(self, base: Engine, *, eos: tuple[int, ...] = (), **changes: Any):
+        base.runner.reset()
+        model = replace(base.model_config, eos_token_ids=eos)
+        scheduler = replace(base.scheduler_config, **changes)
+        self.engine = Engine(base.model_name, model, scheduler, base.tokenizer, base.runner)
+        self.scheduler = self.engine._loop._scheduler
+        self.answers: list[Answer] = []
+        self._numbers = itertools.count()
+        self.engine._begin()
+
+    def send(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        request_id: str | None = None,
+        on_events: Callable[[list[Event]], None] | None = None,
+        **params: Any,
+    ) -> Answer:
+        """Submits and returns at once. Raises what `submit` raises."""
+        request = self.request(prompt, request_id=request_id, **params)
+        answer = Answer(request.request_id, on_events)
+        self.engine.submit(request, answer.sink)
+        self.answers.append(answer)
+        return answer
+
+    def ask(self, prompt: str | Sequence[int], **params: Any) -> Answer:
+        return self.send(prompt, **params).wait()
+
+    def request(self, prompt: str | Sequence[int], *, request_id: str | None = None, **params: Any) -> Request:
+        request_id = request_id or f"r{next(self._numbers)}"
+        values: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True} | params
+        field_name = "text" if isinstance(prompt, str) else "token_ids"
+        return Request(request_id=request_id, params=SamplingParams(**values), **{field_name: prompt})
+
+    def on_loop(self, function: Callable[[], Any]) -> Any:
+        """The function's result, computed on the loop thread between two steps; raises what it raises."""
+        results: list[Any] = []
+        done = threading.Event()
+
+        def call() -> None:
+            try:
+                results.append((function(), None))
+            except BaseException as error:
+                results.append((None, error))
+            done.set()
+
+        self.engine.call(call)
+        assert done.wait(TIMEOUT), "the loop does not answer"
+        value, error = results[0]
+        if error is not None:
+            raise error
+        return value
+
+    def pause(self) -> Callable[[], None]:
+        """Holds the loop between two steps, until what is returned is called."""
+        holding, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            holding.set()
+            go.wait(TIMEOUT)
+
+        self.engine.call(hold)
+        assert holding.wait(TIMEOUT)
+        return go.set
+
+    def check_idle(self) -> None:
+        """All that was asked has ended, once; every page and slot is back."""
+        for answer in self.answers:
+            answer.check()
+        if self.engine.state is EngineState.DEAD:
+            return
+
+        def books() -> tuple[int, int, int, bool]:
+            self.scheduler.audit()
+            pages = self.scheduler.pages
+            return pages.num_free, pages.num_cached, self.scheduler.num_in_flight, self.scheduler.has_unfinished
+
+        # A step in flight behind an end token is taken in before the loop idles.
+        for _ in range(100):
+            free, cached, in_flight, unfinished = self.on_loop(books)
+            if not in_flight and not unfinished:
+                break
+        assert (in_flight, unfinished) == (0, False)
+        assert free + cached == self.scheduler.config.num_pages
+        for answer in self.answers:
+            answer.check()  # still no second end
+        assert not self.engine._live
+        assert self.engine._waiting == 0
+
+
+@dataclass
+class Truth:
+    """What a request should give: tokens, and at each the likeliest logit less the second (inf if drawn)."""
+
+    tokens: list[int] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)
+
+
+class Reference:
+    """Generation in its plainest form: for every token the whole sequence again, in a new pool, alone."""
+
+    LENGTH, PAGE = 128, 4
+
+    def __init__(self, structure: DecoderStructure, leaves: tuple[jax.Array, ...], model: ModelConfig):
+        self._leaves = leaves
+        pages = self.LENGTH // self.PAGE
+        shape = pool_shape(len(model.layers), pages, self.PAGE, model.num_kv_heads, model.head_dim)
+
+        def next_token(leaves, ids_T, length, sampling: SamplingInputs):
+            decoder = structure.merge(leaves)
+            kv_lens_S, starts_S1, num_seqs = length[None], jnp.array([0, length]), jnp.int32(1)
+            table_SM = jnp.arange(pages, dtype=jnp.int32)[None]
+            _, positions_T, _ = token_positions(self.LENGTH, kv_lens_S, starts_S1, num_seqs)
+
+            def attend(q_TNH, k_TKH, v_TKH, pool, layer, window):
+                step = (page for page in (table_SM, kv_lens_S, starts_S1, num_seqs))
+                options = {"scale": model.head_dim**-0.5, "window": window, "implementation": "reference"}
+                return paged_attention(q_TNH, k_TKH, v_TKH, pool, layer, *step, **options)
+
+            hidden_TD, _ = decoder(ids_T, positions_T, jnp.zeros(shape), attend)
+            logits_1V = decoder.logits(hidden_TD[length - 1][None])
+            return sample(logits_1V, sampling).token_R[0], logits_1V[0]
+
+        self._next_token = jax.jit(next_token, compiler_options=QUICK_COMPILE)
+
+    def generate(self, prompt: Sequence[int], count: int, *, seed: int = 0, index: int = 0, **params: Any) -> Truth:
+        """`count` tokens of sample `index`; greedy unless there is a temperature."""
+        given = SamplingParams(**({"temperature": 0.0} | params))
+        own = sample_seed(seed, index)
+        ids, truth = list(prompt), Truth()
+        for _ in range(count):
+            padded = np.zeros(self.LENGTH, np.int32)
+            padded[: len(ids)] = ids
+            sampling = SamplingInputs(
+                temperature_R=np.array([given.temperature], np.float32),
+                top_p_R=np.array([given.top_p], np.float32),
+                top_k_R=np.array([max(given.top_k, 0)], np.int32),
+                min_p_R=np.array([given.min_p], np.float32),
+                seed_R2=np.array([[own >> 32, own & 0xFFFFFFFF]], np.uint32),
+                position_R=np.array([len(ids)], np.int32),
+                num_logprobs_R=np.array([-1], np.int32),
+            )
+            token, logits = self._next_token(self._leaves, padded, np.int32(len(ids)), sampling)
+            logits = np.asarray(logits)
+            second, first = np.sort(logits)[-2:]
+            ids.append(int(token))
+            truth.tokens.append(int(token))
+            truth.margins.append(float(first - second) if given.greedy else np.inf)
+            truth.logits.append(logits)
+        return truth
+
+
+def assert_tokens(got: Sequence[int], truth: Truth) -> None:
+    """Equal, but where the likeliest two are too near to tell: what follows such a place is another text."""
+    assert len(got) == len(truth.tokens), (got, truth.tokens)
+    for step, (mine, right) in enumerate(zip(got, truth.tokens, strict=True)):
+        if mine != right:
+            assert truth.margins[step] < NOISE, f"token {step} is {mine}, not {right}: {list(got)} {truth.tokens}"
+            return
+
+
+def random_prompt(seed: int, length: int, vocab: int = 384) -> list[int]:
+    """Any tokens but the three control tokens."""
+    return np.random.default_rng(seed).integers(3, vocab, length).tolist()
