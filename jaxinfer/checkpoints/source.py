@@ -94,21 +94,21 @@ def _in_folder(folder: Path) -> Source:
 
 def _from_hub(repo: str, patterns: str | list[str], offline: bool) -> Path:
     """Returns a folder with those of a hub repository's files that match."""
-    import huggingface_hub as hub
+    import huggingface_hub
+    from huggingface_hub import constants, errors
 
     try:
         # For a single file too: `hf_hub_download` retries for half a minute where there is no network.
-        return Path(hub.snapshot_download(repo, allow_patterns=patterns, local_files_only=offline))
-    except hub.errors.RepositoryNotFoundError:
-        answer = "has no such repository, or it is private (HF_TOKEN)"
-    except hub.errors.GatedRepoError:
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=patterns, local_files_only=offline))
+    except errors.GatedRepoError:
         answer = "asks for a token of someone who accepted its terms (HF_TOKEN)"
-    except hub.errors.LocalEntryNotFoundError:
+    except errors.RepositoryNotFoundError:
+        answer = "has no such repository, or it is private (HF_TOKEN)"
+    except errors.LocalEntryNotFoundError:
         answer = "was not asked" if offline else "cannot be reached"
     # Its network library's own errors, of which there are many; whatever it is, the model was not found.
     except Exception as error:
         answer = f"answered: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
     raise ModelNotFoundError(
-        f"{repo} is no folder or file here, is not in the hub's cache ({hub.constants.HF_HUB_CACHE}), "
-        f"and the hub {answer}"
+        f"{repo} is no folder or file here, is not in the hub's cache ({constants.HF_HUB_CACHE}), and the hub {answer}"
     )

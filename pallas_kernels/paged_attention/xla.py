@@ -3,23 +3,48 @@
 Two loops with dynamic trip counts touch little more than the pages in use, whatever the page table's width, so
 that one compiled program serves all lengths:
 
-- sequences with one query token share a flat list of all their pages, walked in chunks; a chunk's partial softmax
-  is merged into its sequences' running ones;
-- sequences with more walk their pages once for each tile of query tokens.
+- `_decode`, for sequences with one query token: all their blocks of pages form one flat list, walked a few blocks a
+  turn; a turn's partial softmaxes are merged into the sequences' running ones;
+- `_prefill`, for sequences with more: each tile of query tokens walks its sequence's pages, all tiles in one loop.
+
+The bodies are short, for each kernel in them is launched every turn, and compiled for every layer where these are
+unrolled. All that follows from lengths and page tables alone is computed ahead of the loops: XLA moves it out of a
+loop over layers, and finds it equal in unrolled ones, so that it is computed once a step.
+
+Letters beside those of `api`: R rows of `_decode`, I blocks in its list, C blocks of a turn, W pages of a block,
+B query tokens of a tile.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_attention.reference import write_pages
+from pallas_kernels.paged_attention.reference import token_positions, write_pages
 
+DECODE_BLOCK_TOKENS = 128  # cache positions of a block, all of one sequence
 DECODE_CHUNK_TOKENS = 1024  # cache positions a turn of the decode loop reads, all sequences together
-PREFILL_CHUNK_TOKENS = 256  # cache positions a turn of the prefill loop reads
+PREFILL_CHUNK_TOKENS = 128  # cache positions a turn of the prefill loop reads; short prompts waste the rest
 PREFILL_TILE = 64  # query tokens of a tile
+SMALL_STEP = 8  # a step of no more tokens treats each as a decode: a loop less to compile
 LOWEST = -1e30  # below any score, yet finite: the difference of two is never NaN
+
+
+class _Scores(NamedTuple):
+    """What is fixed about the scores."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+    def of(self, products: jax.Array) -> jax.Array:
+        scores = products * self.scale
+        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
 
 def paged_attention(
@@ -38,155 +63,199 @@ def paged_attention(
     soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.paged_attention`."""
-    pool = write_pages(k_TKH, v_TKH, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, num_seqs)
-    live_S = jnp.arange(kv_lens_S.shape[0]) < num_seqs
-    query_lens_S = jnp.where(live_S, query_starts_S1[1:] - query_starts_S1[:-1], 0)
-
-    def capped(scores: jax.Array) -> jax.Array:
-        return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
-
-    out_TNH = _decode(
-        q_TNH, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, query_lens_S == 1, scale, window, capped
+    # With the layer an array, unrolled layers share one trace.
+    return _layer_attention(
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        pool,
+        jnp.asarray(layer, jnp.int32),
+        page_table_SM,
+        kv_lens_S,
+        query_starts_S1,
+        num_seqs,
+        _Scores(scale, window, soft_cap),
     )
-    out_TNH = _prefill(
-        q_TNH, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, query_lens_S, scale, window, capped, out_TNH
-    )
-    return pool, out_TNH
 
 
-def _first_pages(kv_lens_S: jax.Array, query_lens_S: jax.Array, window: int | None, page_size: int) -> jax.Array:
-    """The first page any of the sequence's query tokens sees."""
-    if window is None:
-        return jnp.zeros_like(kv_lens_S)
-    return jnp.maximum(kv_lens_S - query_lens_S + 1 - window, 0) // page_size
-
-
-def _decode(q_TNH, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, decodes_S, scale, window, capped):
-    """Outputs [T, N, H] of the sequences in `decodes_S`, 0 elsewhere."""
+@partial(jax.jit, static_argnums=9)
+def _layer_attention(
+    q_TNH, k_TKH, v_TKH, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, num_seqs, scores: _Scores
+):
     T, N, H = q_TNH.shape
-    S, M = page_table_SM.shape
-    K, page_size = pool.shape[2] // 2, pool.shape[3]
-    G = N // K
-    C = max(DECODE_CHUNK_TOKENS // page_size, 1)
-    first_S = _first_pages(kv_lens_S, jnp.ones_like(kv_lens_S), window, page_size)
-    count_S = jnp.where(decodes_S, -(-kv_lens_S // page_size) - first_S, 0)
-    ends_S = jnp.cumsum(count_S)
-    total = ends_S[-1]
-    token_S = jnp.where(decodes_S, query_starts_S1[:-1], T)
-    q_SKGH = q_TNH[jnp.minimum(token_S, T - 1)].reshape(S, K, G, H).astype(jnp.float32) * scale
+    S = kv_lens_S.shape[0]
+    K = k_TKH.shape[1]
+    pool = write_pages(k_TKH, v_TKH, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, num_seqs)
+    sequence_T, position_T, valid_T = token_positions(T, kv_lens_S, query_starts_S1, num_seqs)
+    q_TKGH = q_TNH.reshape(T, K, N // K, H)
+    read = partial(_read_pages, pool, layer)
+    if T <= SMALL_STEP:
+        out_TKGH = _decode(q_TKGH, read, page_table_SM[sequence_T], position_T + 1, valid_T, jnp.arange(T), pool, scores)
+        out_TKGH = jnp.where(valid_T[:, None, None, None], out_TKGH, 0.0)
+    else:
+        query_lens_S = jnp.where(jnp.arange(S) < num_seqs, query_starts_S1[1:] - query_starts_S1[:-1], 0)
+        decodes_S = query_lens_S == 1
+        out_SKGH = _decode(q_TKGH, read, page_table_SM, kv_lens_S, decodes_S, query_starts_S1[:-1], pool, scores)
+        out_TKGH = _prefill(q_TKGH, read, page_table_SM, kv_lens_S, query_lens_S, query_starts_S1, pool, scores)
+        decode_T = valid_T & decodes_S[sequence_T]
+        out_TKGH = jnp.where(decode_T[:, None, None, None], out_SKGH[sequence_T], out_TKGH)
+    return pool, out_TKGH.reshape(T, N, H).astype(q_TNH.dtype)
 
-    def chunk(carry):
-        i, top_SKG, sum_SKG, acc_SKGH = carry
-        item_C = i * C + jnp.arange(C)
-        valid_C = item_C < total
-        owner_C = jnp.minimum(jnp.sum(item_C[:, None] >= ends_S, axis=1), S - 1)
-        index_C = first_S[owner_C] + item_C - (ends_S[owner_C] - count_S[owner_C])
-        page_C = jnp.where(valid_C, page_table_SM[owner_C, jnp.clip(index_C, 0, M - 1)], 0)
-        column = index_C[:, None] * page_size + jnp.arange(page_size)
-        seen = valid_C[:, None] & (column < kv_lens_S[owner_C][:, None])
-        if window is not None:
-            seen &= column >= kv_lens_S[owner_C][:, None] - window
-        pages = pool[layer, page_C]  # [C, 2K, page_size, H]
-        k, v = pages[:, 0::2].astype(jnp.float32), pages[:, 1::2].astype(jnp.float32)
-        # A product and a sum, not a matmul: each is too small (G by page_size) to pay for a call.
-        scores = capped(jnp.sum(q_SKGH[owner_C][:, :, :, None] * k[:, :, None], axis=-1))  # [C, K, G, page_size]
-        scores = jnp.where(seen[:, None, None], scores, LOWEST)
-        mine_CS = valid_C[:, None] & (owner_C[:, None] == jnp.arange(S))
-        chunk_top = jnp.max(jnp.where(mine_CS[..., None, None], scores.max(-1)[:, None], LOWEST), axis=0)
-        new_top = jnp.maximum(top_SKG, chunk_top)
-        weights = jnp.where(seen[:, None, None], jnp.exp(scores - new_top[owner_C][..., None]), 0.0)
-        v = jnp.where(seen[:, None, :, None], v, 0.0)
-        out = jnp.sum(weights[..., None] * v[:, :, None], axis=3)  # [C, K, G, H]
-        fade = jnp.exp(top_SKG - new_top)
-        mine = mine_CS.astype(jnp.float32)
+
+def _read_pages(pool: jax.Array, layer: jax.Array, page_XW: jax.Array, part: int) -> jax.Array:
+    """Keys (part 0) or values (part 1) of W pages for each of X, end to end: [X, K, W * page_size, H]."""
+    L, P, _, page_size, H = pool.shape
+    K = pool.shape[2] // 2
+    X, W = page_XW.shape
+    # Rows of a page and head are contiguous: as one long axis they are copied fastest. K stays an axis of its own,
+    # or a pool sharded over heads would be gathered whole.
+    rows = pool.reshape(L * P, K, 2, page_size * H)
+    return rows[layer * P + page_XW, :, part].swapaxes(1, 2).reshape(X, K, W * page_size, H)
+
+
+def _flat_list(count_X: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lists count[0] items of owner 0, then those of owner 1, ...: owner [size], number within the owner's, total."""
+    ends_X = jnp.cumsum(count_X)
+    item_I = jnp.arange(size)
+    owner_I = jnp.minimum(jnp.sum(item_I[:, None] >= ends_X, axis=1), count_X.shape[0] - 1)
+    return owner_I, item_I - (ends_X - count_X)[owner_I], ends_X[-1]
+
+
+def _decode(
+    q_TKGH: jax.Array,
+    read: Callable[..., jax.Array],
+    page_table_RM: jax.Array,
+    kv_lens_R: jax.Array,
+    in_use_R: jax.Array,
+    token_R: jax.Array,
+    pool: jax.Array,
+    scores: _Scores,
+) -> jax.Array:
+    """Float32 outputs [R, K, G, H] of rows in use, each one query token at the end of its `kv_lens`."""
+    T, K, G, H = q_TKGH.shape
+    R, M = page_table_RM.shape
+    page_size = pool.shape[3]
+    W = min(max(DECODE_BLOCK_TOKENS // page_size, 1), M)
+    C = max(min(DECODE_CHUNK_TOKENS // (W * page_size), R // 2), 1)  # few rows seldom fill a large turn
+    first_R = 0 if scores.window is None else jnp.maximum(kv_lens_R - scores.window, 0) // page_size
+    pages_R = jnp.where(in_use_R, -(-kv_lens_R // page_size) - first_R, 0)
+    owner_I, number_I, total = _flat_list(-(-pages_R // W), -(-R * -(-M // W) // C) * C)
+    page_IW = jnp.broadcast_to(first_R, (R,))[owner_I][:, None] + number_I[:, None] * W + jnp.arange(W)
+    length_I = jnp.where(jnp.arange(owner_I.size) < total, kv_lens_R[owner_I], 0)
+    end_I = length_I - page_IW[:, 0] * page_size  # where in the block the sequence ends, perhaps past the block
+    id_IW = page_table_RM[owner_I[:, None], jnp.minimum(page_IW, M - 1)]
+    id_IW = jnp.where(page_IW * page_size < length_I[:, None], id_IW, 0)
+    # Rows in use, counted without gaps: those of a turn are neighbours, so that C of them always hold all.
+    rank_R = jnp.cumsum(in_use_R) - 1
+    rank_I = jnp.where(length_I > 0, rank_R[owner_I], R + C)
+    token_I = jnp.clip(token_R[owner_I], 0, T - 1)
+    column = jnp.arange(W * page_size)
+
+    def turn(carry):
+        i, top_RKG, sum_RKG, acc_RKGH = carry
+        share = lambda x: lax.dynamic_slice_in_dim(x, i * C, C)
+        rank_C, id_CW, end_C1 = share(rank_I), share(id_IW), share(end_I)[:, None]
+        seen = column < end_C1
+        if scores.window is not None:
+            seen &= column >= end_C1 - scores.window
+        seen = seen[:, None, None]  # [C, 1, 1, W * page_size]
+        # Gathers that convert to float32 are faster on the CPU than those that keep bfloat16.
+        k = read(id_CW, 0).astype(jnp.float32)
+        v = jnp.where(seen.swapaxes(2, 3), read(id_CW, 1).astype(jnp.float32), 0.0)
+        q = q_TKGH[share(token_I)].astype(jnp.float32)
         high = lax.Precision.HIGHEST
-        sum_SKG = sum_SKG * fade + jnp.einsum("cs,ckg->skg", mine, weights.sum(-1), precision=high)
-        acc_SKGH = acc_SKGH * fade[..., None] + jnp.einsum("cs,ckgh->skgh", mine, out, precision=high)
-        return i + 1, new_top, sum_SKG, acc_SKGH
+        # On the CPU k as the left operand is twice as fast, for it is not packed; the barrier keeps the order.
+        products = lax.optimization_barrier(jnp.einsum("ckwh,ckgh->ckwg", k, q, precision=high))
+        s = jnp.where(seen, scores.of(products.swapaxes(2, 3)), LOWEST)
+        top_CKG = s.max(-1)
+        weights = jnp.where(seen, jnp.exp(s - top_CKG[..., None]), 0.0)
+        out_CKGH = jnp.einsum("ckgw,ckwh->ckgh", weights, v, precision=high)
 
-    start = (
-        jnp.int32(0),
-        jnp.full((S, K, G), LOWEST, jnp.float32),
-        jnp.zeros((S, K, G), jnp.float32),
-        jnp.zeros((S, K, G, H), jnp.float32),
-    )
-    _, _, sum_SKG, acc_SKGH = lax.while_loop(lambda carry: carry[0] * C < total, chunk, start)
-    out_SKGH = acc_SKGH / jnp.where(sum_SKG > 0, sum_SKG, 1.0)[..., None]
-    out_SNH = out_SKGH.reshape(S, N, H).astype(q_TNH.dtype)
-    return jnp.zeros_like(q_TNH).at[token_S].set(out_SNH, mode="drop")
+        # Merge into the C rows from the first on; D is that window of rows.
+        base = rank_C[0]
+        mine_CDKG = (rank_C[:, None] == base + jnp.arange(C))[..., None, None]
+        old = lambda x: lax.dynamic_slice_in_dim(x, base, C)
+        put = lambda x, part: lax.dynamic_update_slice_in_dim(x, part, base, 0)
+        top_DKG = jnp.maximum(old(top_RKG), jnp.max(jnp.where(mine_CDKG, top_CKG[:, None], LOWEST), axis=0))
+        fade_DKG = jnp.exp(old(top_RKG) - top_DKG)
+        share_CDKG = jnp.where(mine_CDKG, jnp.exp(top_CKG[:, None] - top_DKG), 0.0)
+        sum_DKG = old(sum_RKG) * fade_DKG + jnp.sum(share_CDKG * weights.sum(-1)[:, None], axis=0)
+        acc_DKGH = old(acc_RKGH) * fade_DKG[..., None] + jnp.sum(share_CDKG[..., None] * out_CKGH[:, None], axis=0)
+        return i + 1, put(top_RKG, top_DKG), put(sum_RKG, sum_DKG), put(acc_RKGH, acc_DKGH)
+
+    start = (jnp.int32(0), *_empty((R + C, K, G), H))
+    _, _, sum_RKG, acc_RKGH = lax.while_loop(lambda carry: carry[0] * C < total, turn, start)
+    return _quotient(sum_RKG, acc_RKGH)[jnp.maximum(rank_R, 0)]
 
 
 def _prefill(
-    q_TNH, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, query_lens_S, scale, window, capped, out_TNH
-):
-    """Adds to `out_TNH` the outputs of sequences with more than one query token."""
-    T, N, H = q_TNH.shape
+    q_TKGH: jax.Array,
+    read: Callable[..., jax.Array],
+    page_table_SM: jax.Array,
+    kv_lens_S: jax.Array,
+    query_lens_S: jax.Array,
+    query_starts_S1: jax.Array,
+    pool: jax.Array,
+    scores: _Scores,
+) -> jax.Array:
+    """Float32 outputs [T, K, G, H] of sequences with more than one query token; 0 for other tokens."""
+    T, K, G, H = q_TKGH.shape
     S, M = page_table_SM.shape
-    K, page_size = pool.shape[2] // 2, pool.shape[3]
-    G = N // K
+    page_size = pool.shape[3]
     B = min(PREFILL_TILE, T)
-    C = min(max(PREFILL_CHUNK_TOKENS // page_size, 1), M)
+    C = min(max(PREFILL_CHUNK_TOKENS // page_size, 1), M)  # pages of a turn
+    columns = C * page_size
     tiles_S = jnp.where(query_lens_S > 1, -(-query_lens_S // B), 0)
-    ends_S = jnp.cumsum(tiles_S)
+    sequence_X, number_X, num_tiles = _flat_list(tiles_S, min(T // 2, T // B + S))
+    end_X = query_starts_S1[sequence_X + 1]
+    begin_X = query_starts_S1[sequence_X] + number_X * B
+    shift_X = kv_lens_S[sequence_X] - end_X  # from a token's index to its position
+    last_X = shift_X + jnp.minimum(begin_X + B, end_X) - 1
+    first_X = 0 if scores.window is None else jnp.maximum(shift_X + begin_X + 1 - scores.window, 0)
+    turns_X = jnp.where(jnp.arange(end_X.size) < num_tiles, last_X // columns - first_X // columns + 1, 0)
+    tile_I, number_I, total = _flat_list(turns_X, end_X.size * -(-M // C))
+    chunk_I = jnp.broadcast_to(first_X, end_X.shape)[tile_I] // columns + number_I
+    turn_I5 = jnp.stack([sequence_X[tile_I], begin_X[tile_I], end_X[tile_I], shift_X[tile_I], chunk_I], axis=1)
     table_SM = jnp.pad(page_table_SM, ((0, 0), (0, -M % C)))
+    q_KTGH = jnp.pad(q_TKGH, ((0, B), (0, 0), (0, 0), (0, 0))).swapaxes(0, 1)
+    precision = lax.Precision.HIGHEST if q_TKGH.dtype == jnp.float32 else None
+    multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 
-    def tile(i, out_TNH):
-        s = jnp.minimum(jnp.sum(i >= ends_S), S - 1)
-        begin = query_starts_S1[s] + (i - (ends_S[s] - tiles_S[s])) * B
-        end = query_starts_S1[s + 1]
-        # The slice may be moved back to fit; `token_B` says what it really holds.
-        begin_fit = jnp.minimum(begin, T - B)
-        token_B = begin_fit + jnp.arange(B)
-        position_B = kv_lens_S[s] - end + token_B
-        q = lax.dynamic_slice_in_dim(q_TNH, begin_fit, B).reshape(B, K, G, H)
-        q_KRH = q.transpose(1, 2, 0, 3).reshape(K, G * B, H)
-        last = kv_lens_S[s] - end + jnp.minimum(begin + B, end) - 1  # the tile's last position
-        first = 0 if window is None else jnp.maximum(kv_lens_S[s] - end + begin + 1 - window, 0)
+    def turn(i, carry):
+        top_KTG, sum_KTG, acc_KTGH = carry
+        sequence, begin, end, shift, chunk = turn_I5[i]
+        # Tokens of the tile; those from `end` on belong to others: they see nothing here, which changes nothing.
+        old = lambda x: lax.dynamic_slice_in_dim(x, begin, B, axis=1)
+        put = lambda x, part: lax.dynamic_update_slice_in_dim(x, part, begin, axis=1)
+        token_B1 = begin + jnp.arange(B)[:, None]
+        column = chunk * columns + jnp.arange(columns)
+        seen = (column <= token_B1 + shift) & (token_B1 < end)
+        if scores.window is not None:
+            seen &= column > token_B1 + shift - scores.window
+        seen = seen[:, None]  # [B, 1, columns]
+        ids_1C = lax.dynamic_slice(table_SM, (sequence, chunk * C), (1, C))
+        k, v = read(ids_1C, 0)[0], read(ids_1C, 1)[0]
+        v = jnp.where((column < end + shift)[:, None], v, 0)
+        q = old(q_KTGH).reshape(K, B * G, H)
+        products = multiply("krh,kch->krc", q, k.astype(q.dtype)).reshape(K, B, G, columns)
+        s = jnp.where(seen, scores.of(products), LOWEST)
+        top_KBG = jnp.maximum(old(top_KTG), s.max(-1))
+        weights = jnp.where(seen, jnp.exp(s - top_KBG[..., None]), 0.0)
+        fade_KBG = jnp.exp(old(top_KTG) - top_KBG)
+        flat = weights.reshape(K, B * G, columns).astype(q.dtype)
+        out_KBGH = multiply("krc,kch->krh", flat, v.astype(q.dtype)).reshape(K, B, G, H)
+        sum_KBG = old(sum_KTG) * fade_KBG + weights.sum(-1)
+        acc_KBGH = old(acc_KTGH) * fade_KBG[..., None] + out_KBGH
+        return put(top_KTG, top_KBG), put(sum_KTG, sum_KBG), put(acc_KTGH, acc_KBGH)
 
-        def chunk(j, carry):
-            top_KR, sum_KR, acc_KRH = carry
-            pages = pool[layer, lax.dynamic_slice(table_SM, (s, j * C), (1, C))[0]]  # [C, 2K, page_size, H]
-            kv = jnp.moveaxis(pages, 1, 0).reshape(2 * K, C * page_size, H)
-            column = j * C * page_size + jnp.arange(C * page_size)
-            seen = column <= position_B[:, None]
-            if window is not None:
-                seen &= column > position_B[:, None] - window
-            seen_RC = jnp.tile(seen, (G, 1))
-            precision = lax.Precision.HIGHEST if q_TNH.dtype == jnp.float32 else None
-            scores = jnp.einsum(
-                "krh,kch->krc",
-                q_KRH,
-                kv[0::2].astype(q_KRH.dtype),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
-            scores = jnp.where(seen_RC, capped(scores * scale), LOWEST)
-            new_top = jnp.maximum(top_KR, scores.max(-1))
-            weights = jnp.where(seen_RC, jnp.exp(scores - new_top[..., None]), 0.0)
-            v = jnp.where((column <= last)[:, None], kv[1::2], 0)
-            out = jnp.einsum(
-                "krc,kch->krh",
-                weights.astype(q_KRH.dtype),
-                v.astype(q_KRH.dtype),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
-            fade = jnp.exp(top_KR - new_top)
-            return new_top, sum_KR * fade + weights.sum(-1), acc_KRH * fade[..., None] + out
+    _, sum_KTG, acc_KTGH = lax.fori_loop(0, total, turn, _empty((K, T + B, G), H))
+    return _quotient(sum_KTG, acc_KTGH)[:, :T].swapaxes(0, 1)
 
-        start = (
-            jnp.full((K, G * B), LOWEST, jnp.float32),
-            jnp.zeros((K, G * B), jnp.float32),
-            jnp.zeros((K, G * B, H), jnp.float32),
-        )
-        low, high = first // (C * page_size), last // (C * page_size) + 1
-        _, sum_KR, acc_KRH = lax.fori_loop(low, high, chunk, start)
-        out = (acc_KRH / jnp.where(sum_KR > 0, sum_KR, 1.0)[..., None]).reshape(K, G, B, H)
-        out_BNH = out.transpose(2, 0, 1, 3).reshape(B, N, H).astype(out_TNH.dtype)
-        mine_B = (token_B >= begin) & (token_B < end)
-        old_BNH = lax.dynamic_slice_in_dim(out_TNH, begin_fit, B)
-        return lax.dynamic_update_slice_in_dim(
-            out_TNH, jnp.where(mine_B[:, None, None], out_BNH, old_BNH), begin_fit, axis=0
-        )
 
-    return lax.fori_loop(0, ends_S[-1], tile, out_TNH)
+def _empty(shape: tuple[int, ...], H: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A running softmax that has seen nothing: largest score, sum of weights, weighted sum of values."""
+    return jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, H), jnp.float32)
+
+
+def _quotient(sum_X: jax.Array, acc_XH: jax.Array) -> jax.Array:
+    return acc_XH / jnp.where(sum_X > 0, sum_X, 1.0)[..., None]

@@ -170,12 +170,12 @@ def test_what_is_no_gguf_file(tmp_path):
         GGUFReader(path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_damaged_headers_never_raise_anything_else(tiny_file, tmp_path_factory, data):
     raw = bytearray(tiny_file.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.one_of(st.integers(4, 900), st.integers(4, 12_000)))] = data.draw(st.integers(0, 255))
+        raw[data.draw(st.one_of(st.integers(4, 900), st.integers(4, 9500)))] = data.draw(st.integers(0, 255))
     path = tmp_path_factory.mktemp("damaged") / "tiny.gguf"
     path.write_bytes(raw)
     try:

@@ -144,7 +144,7 @@ def test_an_unknown_dtype_is_listed_but_not_readable(tmp_path):
     assert reader.tensors["a"].dtype not in reader.dtypes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_damaged_headers_never_raise_anything_else(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damaged")

@@ -57,7 +57,9 @@ def test_every_field_of_a_hugging_face_config():
 
 def test_what_older_files_leave_out():
     config = config_from_hf(
-        tiny_config(num_key_value_heads=..., tie_word_embeddings=..., rope_theta=..., eos_token_id=..., bos_token_id=...)
+        tiny_config(
+            num_key_value_heads=..., tie_word_embeddings=..., rope_theta=..., eos_token_id=..., bos_token_id=...
+        )
     )
     assert (config.num_kv_heads, config.head_dim, config.tie_embeddings) == (4, 12, False)
     assert (config.layers[0].rope.theta, config.layers[0].rope.factors) == (10_000.0, None)

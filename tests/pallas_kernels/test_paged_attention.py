@@ -14,7 +14,7 @@ IMPLEMENTATIONS = ["xla"]
 T, S, M, P = 48, 6, 8, 64
 
 
-def random_case(seed: int, lens: list[tuple[int, int]], page_size: int, K: int, G: int, H: int, dtype):
+def random_case(seed: int, lens: list[tuple[int, int]], page_size: int, K: int, G: int, H: int, dtype, T: int = T):
     """A step of sequences (tokens before, tokens now); bytes never written are NaN."""
     rng = np.random.default_rng(seed)
     pool = np.full(pool_shape(2, P, page_size, K, H), np.nan, np.float32)
@@ -65,6 +65,53 @@ def test_equals_reference(implementation, seed, lens, shape, window, soft_cap):
     assert np.isfinite(np.asarray(want)).all()
     # Same arithmetic in another order: float32 rounding over at most 64 positions.
     np.testing.assert_allclose(np.asarray(out), np.asarray(want), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9])
+def test_steps_of_few_tokens_equal_reference(implementation, tokens, window):
+    """One token leaves no room for a prefill, and a small step may have a program of its own."""
+    lens = {1: [(30, 1)], 2: [(11, 2)], 8: [(0, 3), (20, 1), (13, 3)], 9: [(63, 1), (5, 6), (0, 1)]}[tokens]
+    args, num_seqs = random_case(2, lens, 8, 2, 3, 16, jnp.float32, T=tokens)
+    run = lambda name: _jitted(*args[:4], *args[5:], jnp.int32(num_seqs), name, window, None)
+    np.testing.assert_allclose(np.asarray(run(implementation)[1]), np.asarray(run("reference")[1]), atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 100])
+def test_long_sequences_equal_reference(implementation, window):
+    """Lengths of several turns of every loop, one long sequence among short ones."""
+    rng = np.random.default_rng(3)
+    lens = [(7, 1), (1500, 1), (0, 1), (700, 70), (130, 1), (0, 66)]
+    page_size, K, G, H = 32, 2, 2, 16
+    seqs, pages, tokens = len(lens), 64, sum(now for _, now in lens) + 3
+    pool = np.full(pool_shape(2, seqs * pages, page_size, K, H), np.nan, np.float32)
+    table = rng.permutation(seqs * pages).reshape(seqs, pages).astype(np.int32)
+    for s, (before, _) in enumerate(lens):
+        for index in range(-(-before // page_size)):
+            filled = min(before - index * page_size, page_size)
+            pool[1, table[s, index], :, :filled] = rng.standard_normal((2 * K, filled, H))
+    kv_lens = jnp.asarray([before + now for before, now in lens])
+    starts = jnp.asarray(np.cumsum([0, *(now for _, now in lens)]))
+    q, k, v = (jnp.asarray(rng.standard_normal((tokens, n, H)), jnp.float32) for n in (K * G, K, K))
+    run = lambda name: _jitted(
+        q, k, v, jnp.asarray(pool), jnp.asarray(table), kv_lens, starts, jnp.int32(seqs), name, window, None
+    )
+    np.testing.assert_allclose(np.asarray(run(implementation)[1]), np.asarray(run("reference")[1]), atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_layer_may_be_a_loop_variable(implementation):
+    args, num_seqs = random_case(4, [(20, 1), (5, 9)], 8, 2, 2, 16, jnp.float32)
+    q, k, v, pool, _, *rest = args
+    attend = lambda pool, layer: paged_attention(
+        q, k, v, pool, layer, *rest, jnp.int32(num_seqs), scale=0.3, implementation=implementation
+    )
+    pool = pool.at[0].set(pool[1])  # the two layers hold the same
+    _, out = jax.jit(lambda pool: jax.lax.scan(attend, pool, jnp.arange(2)))(pool)
+    want = _jitted(q, k, v, pool, *rest, jnp.int32(num_seqs), "reference", None, None)[1]
+    np.testing.assert_allclose(np.asarray(out), np.stack([want, want]), atol=2e-5)
 
 
 def _call(q, k, v, pool, table, lens, starts, num, implementation, window, soft_cap):
