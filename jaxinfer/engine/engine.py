@@ -191,21 +191,22 @@ class Engine:
         self._enter(request)
         try:
             live = self._make_live(request, sink)
+            # Under the lock, so that an abort comes either before this (and is found here) or after it in the inbox,
+            # and the end of the engine either before this (and is found here) or after it.
+            with self._lock:
+                if self._state is EngineState.DEAD:
+                    raise self._death or EngineDeadError("the engine is closed")
+                self._live[request.request_id] = live
+                self._loop.submit(live)
+                if request.request_id in self._aborted_early:
+                    self._aborted_early.discard(request.request_id)
+                    self._loop.abort(request.request_id)
         except BaseException:
             with self._lock:
                 del self._live[request.request_id]
                 self._aborted_early.discard(request.request_id)
                 self._waiting -= 1
             raise
-        with self._lock:
-            self._live[request.request_id] = live
-            # Under the lock, so that an abort comes either before this (and is found here) or after it in the inbox.
-            self._loop.submit(live)
-            if request.request_id in self._aborted_early:
-                self._aborted_early.discard(request.request_id)
-                self._loop.abort(request.request_id)
-        if self._death is not None:  # it may have died since the check at the door
-            self._loop.fail_all(self._death)
 
     def _enter(self, request: Request) -> None:
         with self._lock:

@@ -41,7 +41,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[str, LiveRequest] = {}
         self._not_started: dict[str, LiveRequest] = {}
-        self._stopping = False
+        self._stopping = self._dead = False
         self._failed_steps = 0
         self._steps = self._prompt_tokens = self._output_tokens = self._cached_tokens = 0
         self._host_seconds = 0.0
@@ -86,12 +86,13 @@ class EngineLoop:
         except BaseException as error:
             logger.exception("the engine loop died")
             dead = EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}")
-            self._on_death(dead)
-            self._fail_all(dead)
-            # Whoever passed the door before it closed still gets an answer.
+            self._on_death(dead)  # from here on nothing more is submitted
+            self._dead = True
             while not self._inbox.empty():
                 self._inbox.get()()
-            self._fail_all(dead)
+            # The scheduler is not asked any more: it may be what broke.
+            for live in list(self._live.values()):
+                self._end(live, dead)
 
     def _run(self) -> None:
         flight: Flight | None = None
@@ -203,13 +204,14 @@ class EngineLoop:
     def _add(self, live: LiveRequest) -> None:
         self._live[live.request_id] = self._not_started[live.request_id] = live
         try:
-            self._scheduler.add(live.samples)
+            if not self._dead:
+                self._scheduler.add(live.samples)
         except JaxinferError as error:
             self._end(live, error)
 
     def _abort(self, request_id: str) -> None:
         live = self._live.get(request_id)
-        if live is None:
+        if live is None or self._dead:
             return
         self._scheduler.abort(request_id)
         try:
@@ -219,7 +221,8 @@ class EngineLoop:
 
     def _fail_all(self, error: JaxinferError) -> None:
         for live in list(self._live.values()):
-            self._scheduler.abort(live.request_id)
+            if not self._dead:
+                self._scheduler.abort(live.request_id)
             self._end(live, error)
 
     def _snapshot(self) -> EngineStats:

@@ -26,7 +26,7 @@ from jaxinfer.types import Delta, Event, Failed, Finished, FinishReason, Request
 from pallas_kernels.paged_attention import paged_attention, pool_shape
 from pallas_kernels.paged_attention.reference import token_positions
 
-TIMEOUT = 120.0  # of anything a test waits for: far more than it takes, far less than for ever
+TIMEOUT = 60.0  # of anything a test waits for: far more than it takes, far less than for ever
 NOISE = 1e-3  # in a logit; the tiny models' are up to about 6, and float32 moves them by about 1e-5
 
 
@@ -42,11 +42,13 @@ class Answer:
 
     def sink(self, events: list[Event]) -> None:
         self.events += events
-        if self._on_events is not None:
-            self._on_events(events)
-        self._some.set()
-        if any(isinstance(event, (Finished, Failed)) for event in events):
-            self._over.set()
+        try:
+            if self._on_events is not None:
+                self._on_events(events)
+        finally:
+            self._some.set()
+            if any(isinstance(event, (Finished, Failed)) for event in events):
+                self._over.set()
 
     def wait(self) -> Answer:
         assert self._over.wait(TIMEOUT), f"{self.request_id} never ended"

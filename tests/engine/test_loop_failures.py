@@ -79,10 +79,7 @@ def test_a_broken_detokenizer_and_an_abort(house: House):
 
 @pytest.mark.parametrize("at", ["first", "last"])
 def test_a_broken_sink_ends_its_request_alone(house: House, reference: Reference, at: str):
-    calls: list[int] = []
-
     def broken(events: list) -> None:
-        calls.append(1)
         if at == "first" or isinstance(events[-1], (Finished, Failed)):
             raise OSError("the client's side is gone")
 
@@ -92,11 +89,9 @@ def test_a_broken_sink_ends_its_request_alone(house: House, reference: Reference
     answer = house.send([7, 8], max_tokens=10, on_events=broken)
     resume()
     reference.check(other.wait().tokens, prompt, 15)
-    while not answer.over:
-        time.sleep(0.01)
+    answer.check()
     # Nothing is computed for it any more, and its id is free.
     assert house.ask([7, 8], request_id=answer.request_id, max_tokens=1).reason is FinishReason.LENGTH
-    house.answers.remove(answer)  # nobody can promise one end to a sink that raises
 
 
 # A step.
