@@ -90,7 +90,9 @@ def _layer_attention(
     q_TKGH = q_TNH.reshape(T, K, N // K, H)
     read = partial(_read_pages, pool, layer)
     if T <= SMALL_STEP:
-        out_TKGH = _decode(q_TKGH, read, page_table_SM[sequence_T], position_T + 1, valid_T, jnp.arange(T), pool, scores)
+        out_TKGH = _decode(
+            q_TKGH, read, page_table_SM[sequence_T], position_T + 1, valid_T, jnp.arange(T), pool, scores
+        )
         out_TKGH = jnp.where(valid_T[:, None, None, None], out_TKGH, 0.0)
     else:
         query_lens_S = jnp.where(jnp.arange(S) < num_seqs, query_starts_S1[1:] - query_starts_S1[:-1], 0)
