@@ -407,8 +407,8 @@ def _say_speed(timings: Any, usage: Any) -> None:
     after_first = max(timings.total_s - timings.first_token_s, 1e-9)
     rate = (usage.output_tokens - 1) / after_first if usage.output_tokens > 1 else 0.0
     stderr.print(
-        f"{usage.prompt_tokens} tokens in, {usage.output_tokens} out; first after {1e3 * timings.first_token_s:.0f} ms, "
-        f"then {rate:.1f} tokens/s",
+        f"{usage.prompt_tokens} tokens in, {usage.output_tokens} out; "
+        f"first after {1e3 * timings.first_token_s:.0f} ms, then {rate:.1f} tokens/s",
         style="dim",
         highlight=False,
     )
