@@ -81,11 +81,10 @@ def _sample_random(logits_RV: jax.Array, inputs: SamplingInputs) -> jax.Array:
     weights_RV = jnp.exp(scaled_RV)
     weights_RV = jnp.where(weights_RV >= inputs.min_p_R[:, None], weights_RV, 0.0)
     sorts_R = ((inputs.top_k_R > 0) | (inputs.top_p_R < 1.0)) & (inputs.temperature_R > 0)
-    whole_R = _invert(weights_RV, u_R)  # either branch needs it; outside of them it is compiled once
     return lax.cond(
         jnp.any(sorts_R),
-        lambda: jnp.where(sorts_R, _sample_truncated(weights_RV, u_R, sorts_R, inputs), whole_R),
-        lambda: whole_R,
+        lambda: jnp.where(sorts_R, _sample_truncated(weights_RV, u_R, sorts_R, inputs), _invert(weights_RV, u_R)),
+        lambda: _invert(weights_RV, u_R),
     )
 
 
