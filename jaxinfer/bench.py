@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.runner import StepBuffers
 from jaxinfer.errors import JaxinferError
 from jaxinfer.types import Delta, Event, Failed, Request, SamplingParams
 
@@ -54,7 +55,7 @@ def throughput(
         # New prompts each round: a prefix hit would spare the prefill.
         prompts = rng.integers(0, vocab, (num_prompts, input_len)).tolist()
         before = engine.stats()
-        recorded: list[tuple[int, np.ndarray]] = []
+        recorded: list[StepBuffers] = []
         engine.runner.recorded = recorded
         times, seconds = _run(engine, prompts, output_len, f"bench-{round_number}")
         engine.runner.recorded = None
@@ -92,7 +93,7 @@ def throughput(
         "host_ms_per_step": round(statistics.median(host), 3),
         "compiles_after_warmup": engine.stats().compiles_after_warmup,
         "device": jax.devices()[0].device_kind,
-        "dtype": str(engine.runner.state.pool.dtype),
+        "dtype": str(engine.runner.pool.dtype),
         "jax": jax.__version__,
     }
 

@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.executables import ExecutableCache
 from jaxinfer.engine.live_request import LiveRequest, Sink
 from jaxinfer.engine.loop import EngineLoop
+from jaxinfer.engine.programs import load_or_compile
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.sequence import make_samples
@@ -34,7 +36,7 @@ from jaxinfer.errors import (
     UnsupportedError,
 )
 from jaxinfer.kv_cache.pool import page_bytes
-from jaxinfer.models.decoder import decoder_structure
+from jaxinfer.models.decoder import DecoderStructure, decoder_structure
 from jaxinfer.text.chat import encode_chat
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import EngineStats, Event, Failed, Finished, Request
@@ -44,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KV_CACHE_BYTES = 1 << 30
+START_THREADS = 2  # a compilation is part serial, part parallel: two at once keep a few cores busy
 DEVICE_MEMORY_FRACTION = 0.9  # of an accelerator's memory, weights and pages together; the rest is temporaries
-SMALLEST_STEP = 8  # bfloat16 with one row is slower than with eight on CPUs, and no faster elsewhere
 
 # (stage, done, total): stages are "download", "load" (bytes) and "warm-up" (programs).
 type Progress = Callable[[str, int, int], None]
@@ -111,32 +113,37 @@ class Engine:
         )
         clock.lap("find")
         checkpoint = open_checkpoint(source)
-        tokenizer = _Background(lambda: _tokenizer(checkpoint))
+        model = checkpoint.config
         dtype = checkpoint.dtype if config.dtype == "auto" else np.dtype(_jax_dtype(config.dtype))
         sharding = NamedSharding(mesh, PartitionSpec())
-        weights = checkpoint.load(
-            place=lambda path, array: jax.device_put(array, sharding),
-            dtype=dtype,
-            progress=lambda done, all_: report("load", done, all_),
-        )
-        clock.lap("load")
-        model = checkpoint.config
-        scheduler = _scheduler_config(config, model, dtype, mesh)
         structure = decoder_structure(model, dtype, scan=_scans_layers(config, model, mesh))
-        runner = Runner(
-            structure,
-            structure.flatten(weights),
-            model,
-            scheduler,
-            max_pages_per_seq=-(-scheduler.max_model_len // scheduler.page_size),
-            step_sizes=_step_sizes(scheduler),
-            kv_dtype=dtype,
-            sharding=sharding,
-            executables=ExecutableCache(cache_dir / "programs" if config.compile_cache else None),
-        )
-        runner.warm_up(lambda what, done, total: report("warm-up", done, total))
-        clock.lap("warm-up")
-        engine = cls(config.model, model, scheduler, tokenizer.result(), runner)
+        scheduler = _scheduler_config(config, model, structure, dtype, mesh)
+        threads = ThreadPoolExecutor(START_THREADS, "start")
+        try:
+            tokenizer = threads.submit(_tokenizer, checkpoint)
+            # Programs are made from declarations, so they need not wait for the weights.
+            programs = load_or_compile(
+                structure,
+                model,
+                scheduler,
+                dtype=dtype,
+                sharding=sharding,
+                executables=ExecutableCache(cache_dir / "programs" if config.compile_cache else None),
+                threads=threads,
+                progress=lambda done, total: report("warm-up", done, total),
+            )
+            weights = checkpoint.load(
+                place=lambda path, array: jax.device_put(array, sharding),
+                dtype=dtype,
+                progress=lambda done, all_: report("load", done, all_),
+            )
+            clock.lap("load")
+            runner = Runner(programs(), structure.flatten(weights))
+            runner.warm_up()
+            clock.lap("warm-up")
+            engine = cls(config.model, model, scheduler, tokenizer.result(), runner)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
         engine.startup_seconds = clock.laps
         logger.info(
             "%s: %s, %d layers, %s; %d sequences at once, context %d, %d pages of %d tokens; started in %s",
@@ -382,29 +389,6 @@ class _Clock:
         self._last = now
 
 
-class _Background[T]:
-    """A value computed on a thread, since it waits for no other part of the start."""
-
-    def __init__(self, function: Callable[[], T]):
-        self._outcome: list[tuple[T | None, BaseException | None]] = []
-
-        def run() -> None:
-            try:
-                self._outcome.append((function(), None))
-            except BaseException as error:
-                self._outcome.append((None, error))
-
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
-
-    def result(self) -> T:
-        self._thread.join()
-        value, error = self._outcome[0]
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
-
-
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.tokenizer_metadata is not None:
         return Tokenizer.from_gguf(checkpoint.tokenizer_metadata)
@@ -435,23 +419,16 @@ def _scans_layers(config: EngineConfig, model: ModelConfig, mesh: jax.sharding.M
     return config.scan_layers
 
 
-def _step_sizes(scheduler: SchedulerConfig) -> tuple[int, ...]:
-    """Packed-token counts to compile for: powers of two up to the whole budget."""
-    sizes, size = [], SMALLEST_STEP
-    while size < scheduler.max_num_batched_tokens:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, scheduler.max_num_batched_tokens)
-
-
-def _scheduler_config(config: EngineConfig, model: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh) -> SchedulerConfig:
+def _scheduler_config(
+    config: EngineConfig, model: ModelConfig, structure: DecoderStructure, dtype: Any, mesh: jax.sharding.Mesh
+) -> SchedulerConfig:
     max_model_len = model.max_position if config.max_model_len is None else config.max_model_len
     if max_model_len > model.max_position:
         raise InvalidArgumentError("max_model_len", max_model_len, f"at most the model's context, {model.max_position}")
     per_page = page_bytes(model, config.page_size, dtype)
     budget = config.kv_cache_bytes
     if budget is None:
-        budget = _free_memory(mesh.devices.flat[0])
+        budget = _pool_memory(mesh.devices.flat[0], structure.num_bytes)
     num_pages = budget // per_page
     if num_pages < 1:
         raise InvalidArgumentError("kv_cache_bytes", budget, f"at least one page, {per_page} bytes")
@@ -468,9 +445,9 @@ def _scheduler_config(config: EngineConfig, model: ModelConfig, dtype: Any, mesh
     )
 
 
-def _free_memory(device: jax.Device) -> int:
-    """Bytes the pool may take on a device that holds the weights already."""
+def _pool_memory(device: jax.Device, weight_bytes: int) -> int:
+    """Bytes the pool may take on a device that is to hold the weights too."""
     stats = device.memory_stats()
     if device.platform == "cpu" or not stats:
         return CPU_KV_CACHE_BYTES
-    return int(stats["bytes_limit"] * DEVICE_MEMORY_FRACTION) - stats["bytes_in_use"]
+    return int(stats["bytes_limit"] * DEVICE_MEMORY_FRACTION) - stats["bytes_in_use"] - weight_bytes

@@ -13,6 +13,7 @@ import os
 import pickle
 import platform
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -24,12 +25,14 @@ logger = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).parents[2]  # where our packages lie side by side
 _compiles = 0
+_compiles_lock = threading.Lock()
 
 
 def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:
     global _compiles
     if event == "/jax/core/compile/backend_compile_duration":
-        _compiles += 1
+        with _compiles_lock:
+            _compiles += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_count)

@@ -1,4 +1,4 @@
-"""A `StepPlan`, padded to a compiled shape and packed into one int32 buffer: one transfer a step.
+"""A `StepPlan`, padded to compiled shapes and packed into int32 buffers: one for the forward pass, one for sampling.
 
 T packed tokens, S sequences, M pages of a sequence, R sampled rows.
 """
@@ -17,13 +17,15 @@ from jax import lax
 from jaxinfer.sampling.sampler import SamplingInputs
 from jaxinfer.types import StepPlan
 
+# (name, shape, dtype) of what a buffer holds, in order.
+type _Fields = list[tuple[str, tuple[int, ...], type]]
 
-class StepInputs(NamedTuple):
-    """What one jitted step takes, besides weights and device state.
 
-    A token id of -1 stands for the token its slot sampled last. Rows name the tokens whose logits are sampled and
-    the slot each result belongs to (the last slot is nobody's); today there is one row a sequence, and nothing in
-    the step assumes so.
+class ForwardInputs(NamedTuple):
+    """What a forward pass takes, besides weights and device state.
+
+    A token id of -1 stands for the token its slot sampled last. Rows name the tokens whose hidden states are given
+    on to be sampled from, several of a sequence if need be; there are always max_num_seqs of them.
     """
 
     token_ids_T: jax.Array
@@ -33,13 +35,40 @@ class StepInputs(NamedTuple):
     query_starts_S1: jax.Array
     num_seqs: jax.Array
     row_tokens_R: jax.Array
-    row_slots_R: jax.Array
+
+
+class RowInputs(NamedTuple):
+    """What sampling takes: the slot that each row's token belongs to (the last slot is nobody's) and parameters."""
+
+    slots_R: jax.Array
     sampling: SamplingInputs
 
 
+class _Layout:
+    """Where the fields of a buffer lie in it."""
+
+    def __init__(self, fields: _Fields):
+        self._fields, self.size = {}, 0
+        for name, shape, dtype in fields:
+            end = self.size + int(np.prod(shape, dtype=np.int64))
+            self._fields[name] = (slice(self.size, end), shape, dtype)
+            self.size = end
+
+    def view(self, packed: np.ndarray, name: str) -> np.ndarray:
+        """A field of a host buffer, to be written."""
+        where, shape, dtype = self._fields[name]
+        return packed[where].view(dtype).reshape(shape)
+
+    def read(self, packed: jax.Array, name: str) -> jax.Array:
+        """A field of the buffer, inside a program."""
+        where, shape, dtype = self._fields[name]
+        flat = packed[where]
+        return (flat if dtype is np.int32 else lax.bitcast_convert_type(flat, dtype)).reshape(shape)
+
+
 @dataclass(frozen=True)
-class StepShape:
-    """The sizes a program is compiled for."""
+class ForwardShape:
+    """The sizes a forward program is compiled for."""
 
     num_tokens: int
     max_num_seqs: int
@@ -50,107 +79,121 @@ class StepShape:
         # Every sequence has a token at least.
         return min(self.num_tokens, self.max_num_seqs)
 
-    @cached_property
-    def fields(self) -> dict[str, tuple[int, tuple[int, ...], type]]:
-        """Name -> (offset, shape, dtype) within the buffer."""
-        T, S, M = self.num_tokens, self.num_seqs, self.max_pages_per_seq
-        shapes: list[tuple[str, tuple[int, ...], type]] = [
-            ("num_seqs", (), np.int32),
-            ("token_ids", (T,), np.int32),
-            ("slots", (S,), np.int32),
-            ("page_table", (S, M), np.int32),
-            ("kv_lens", (S,), np.int32),
-            ("query_starts", (S + 1,), np.int32),
-            ("row_tokens", (S,), np.int32),
-            ("row_slots", (S,), np.int32),
-            ("temperature", (S,), np.float32),
-            ("top_p", (S,), np.float32),
-            ("top_k", (S,), np.int32),
-            ("min_p", (S,), np.float32),
-            ("seed", (S, 2), np.uint32),
-            ("num_logprobs", (S,), np.int32),
-        ]
-        fields, offset = {}, 0
-        for name, shape, dtype in shapes:
-            fields[name] = (offset, shape, dtype)
-            offset += int(np.prod(shape, dtype=np.int64))
-        return fields
-
-    @cached_property
+    @property
     def size(self) -> int:
-        offset, shape, _ = self.fields["num_logprobs"]
-        return offset + shape[0]
+        return self._layout.size
+
+    @cached_property
+    def _layout(self) -> _Layout:
+        T, S, M = self.num_tokens, self.num_seqs, self.max_pages_per_seq
+        return _Layout(
+            [
+                ("num_seqs", (), np.int32),
+                ("token_ids", (T,), np.int32),
+                ("slots", (S,), np.int32),
+                ("page_table", (S, M), np.int32),
+                ("kv_lens", (S,), np.int32),
+                ("query_starts", (S + 1,), np.int32),
+                ("row_tokens", (self.max_num_seqs,), np.int32),
+            ]
+        )
+
+    def fits(self, plan: StepPlan) -> bool:
+        return self.num_tokens >= plan.num_tokens and self.num_seqs >= plan.num_seqs
+
+    def pack(self, plan: StepPlan) -> np.ndarray:
+        """The plan as int32 [size]; it must fit."""
+        packed = np.zeros(self.size, np.int32)
+        view = lambda name: self._layout.view(packed, name)
+        S, T = plan.num_seqs, plan.num_tokens
+        ends = np.cumsum(plan.query_lens, dtype=np.int32)
+        view("num_seqs")[...] = S
+        view("token_ids")[:T] = plan.token_ids
+        view("slots")[:S] = plan.slots
+        view("page_table")[:S, : plan.page_table.shape[1]] = plan.page_table
+        view("kv_lens")[:S] = plan.starts + plan.query_lens
+        starts = view("query_starts")
+        starts[1 : S + 1] = ends
+        starts[S + 1 :] = T
+        rows = ends[plan.sampled] - 1
+        view("row_tokens")[: rows.size] = rows
+        return packed
+
+    def unpack(self, packed: jax.Array) -> ForwardInputs:
+        """The buffer's fields, inside the program."""
+        read = lambda name: self._layout.read(packed, name)
+        return ForwardInputs(
+            token_ids_T=read("token_ids"),
+            slots_S=read("slots"),
+            page_table_SM=read("page_table"),
+            kv_lens_S=read("kv_lens"),
+            query_starts_S1=read("query_starts"),
+            num_seqs=read("num_seqs"),
+            row_tokens_R=read("row_tokens"),
+        )
 
 
-def pack(plan: StepPlan, shape: StepShape) -> np.ndarray:
-    """The plan as int32 [shape.size]. The plan must fit the shape."""
-    packed = np.zeros(shape.size, np.int32)
+@dataclass(frozen=True)
+class RowShape:
+    """The sizes a sampling program is compiled for."""
 
-    def view(name: str) -> np.ndarray:
-        offset, dims, dtype = shape.fields[name]
-        size = int(np.prod(dims, dtype=np.int64))
-        return packed[offset : offset + size].view(dtype).reshape(dims)
+    num_rows: int
+    max_num_seqs: int
 
-    S, T = plan.num_seqs, plan.num_tokens
-    ends = np.cumsum(plan.query_lens, dtype=np.int32)
-    view("num_seqs")[...] = S
-    view("token_ids")[:T] = plan.token_ids
-    view("slots")[:S] = plan.slots
-    view("page_table")[:S, : plan.page_table.shape[1]] = plan.page_table
-    view("kv_lens")[:S] = plan.starts + plan.query_lens
-    starts = view("query_starts")
-    starts[1 : S + 1] = ends
-    starts[S + 1 :] = T
-    view("row_tokens")[:S] = ends - 1
-    nobody = shape.max_num_seqs
-    row_slots = view("row_slots")
-    row_slots[:] = nobody
-    row_slots[:S] = np.where(plan.sampled, plan.slots, nobody)
-    # Padding rows and rows that sample nothing are greedy and ask for no logprobs: they cost the step nothing.
-    sampled = plan.sampled
-    view("temperature")[:S] = np.where(sampled, plan.sampling["temperature"], 0)
-    view("top_p")[:S] = plan.sampling["top_p"]
-    view("top_k")[:S] = plan.sampling["top_k"]
-    view("min_p")[:S] = plan.sampling["min_p"]
-    view("seed")[:S] = plan.sampling["seed"]
-    num_logprobs = view("num_logprobs")
-    num_logprobs[:] = -1
-    num_logprobs[:S] = np.where(sampled, plan.sampling["num_logprobs"], -1)
-    return packed
+    @property
+    def size(self) -> int:
+        return self._layout.size
 
+    @cached_property
+    def _layout(self) -> _Layout:
+        R = (self.num_rows,)
+        return _Layout(
+            [
+                ("slots", R, np.int32),
+                ("temperature", R, np.float32),
+                ("top_p", R, np.float32),
+                ("top_k", R, np.int32),
+                ("min_p", R, np.float32),
+                ("seed", (*R, 2), np.uint32),
+                ("position", R, np.int32),
+                ("num_logprobs", R, np.int32),
+            ]
+        )
 
-def unpack(packed: jax.Array, shape: StepShape) -> StepInputs:
-    """The buffer's fields, inside the jitted step."""
+    def pack(self, plan: StepPlan | None) -> np.ndarray:
+        """The plan's sampled rows as int32 [size]; they must fit. None has no rows."""
+        packed = np.zeros(self.size, np.int32)
+        view = lambda name: self._layout.view(packed, name)
+        # Padding belongs to nobody, is greedy and asks for no logprobs: it costs nothing.
+        view("slots")[:] = self.max_num_seqs
+        view("num_logprobs")[:] = -1
+        if plan is not None:
+            which = np.flatnonzero(plan.sampled)
+            view("slots")[: which.size] = plan.slots[which]
+            # A sequence of n tokens samples the one at position n.
+            view("position")[: which.size] = plan.starts[which] + plan.query_lens[which]
+            for name in ("temperature", "top_p", "top_k", "min_p", "seed", "num_logprobs"):
+                view(name)[: which.size] = plan.sampling[name][which]
+        return packed
 
-    def field(name: str) -> jax.Array:
-        offset, dims, dtype = shape.fields[name]
-        size = int(np.prod(dims, dtype=np.int64))
-        flat = packed[offset : offset + size]
-        return (flat if dtype is np.int32 else lax.bitcast_convert_type(flat, dtype)).reshape(dims)
-
-    kv_lens_S = field("kv_lens")
-    return StepInputs(
-        token_ids_T=field("token_ids"),
-        slots_S=field("slots"),
-        page_table_SM=field("page_table"),
-        kv_lens_S=kv_lens_S,
-        query_starts_S1=field("query_starts"),
-        num_seqs=field("num_seqs"),
-        row_tokens_R=field("row_tokens"),
-        row_slots_R=field("row_slots"),
-        sampling=SamplingInputs(
-            temperature_R=field("temperature"),
-            top_p_R=field("top_p"),
-            top_k_R=field("top_k"),
-            min_p_R=field("min_p"),
-            seed_R2=field("seed"),
-            position_R=kv_lens_S,  # a sequence of n tokens samples the one at position n
-            num_logprobs_R=field("num_logprobs"),
-        ),
-    )
+    def unpack(self, packed: jax.Array) -> RowInputs:
+        """The buffer's fields, inside the program."""
+        read = lambda name: self._layout.read(packed, name)
+        return RowInputs(
+            slots_R=read("slots"),
+            sampling=SamplingInputs(
+                temperature_R=read("temperature"),
+                top_p_R=read("top_p"),
+                top_k_R=read("top_k"),
+                min_p_R=read("min_p"),
+                seed_R2=read("seed"),
+                position_R=read("position"),
+                num_logprobs_R=read("num_logprobs"),
+            ),
+        )
 
 
-def resolve_tokens(inputs: StepInputs, last_tokens: jax.Array) -> jax.Array:
+def resolve_tokens(inputs: ForwardInputs, last_tokens: jax.Array) -> jax.Array:
     """Token ids [T] with each -1 replaced by the token its slot sampled last."""
     t = jnp.arange(inputs.token_ids_T.shape[0])
     S = inputs.slots_S.shape[0]

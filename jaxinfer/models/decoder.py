@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.config import LayerSpec, ModelConfig
-from jaxinfer.models.layers import WeightSpec, apply_rope, linear, rms_norm, rope_tables
+from jaxinfer.models.layers import LayerChoice, WeightSpec, apply_rope, linear, rms_norm, rope_tables
 
 # Gives the value of a declared weight: an array, or a ShapeDtypeStruct where no bytes are wanted.
 type MakeWeight = Callable[[str, WeightSpec], Any]
@@ -35,10 +36,7 @@ class Attend(Protocol):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP with pre-norms and residuals, as its `LayerSpec` says.
-
-    `declare(name, ...)` gives a weight: one layer's, or all layers' stacked where the decoder is scanned.
-    """
+    """Attention and MLP with pre-norms and residuals, as its `LayerSpec` says. `declare(name, ...)` gives a weight."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, dtype: Any, declare: Callable[..., nnx.Param]):
         c = self.config = config
@@ -71,44 +69,34 @@ class DecoderLayer(nnx.Module):
         c = self.config
         T, N, K, H = x_TD.shape[0], c.num_heads, c.num_kv_heads, c.head_dim
         y_TD = rms_norm(x_TD, self.attn_norm[...], c.rms_norm_eps)
-        qkv = linear(y_TD, self.qkv[...], _value(self.qkv_bias))
+        qkv = linear(y_TD, self.qkv.get_value(), _value(self.qkv_bias))
         q, k, v = jnp.split(qkv, (N * H, (N + K) * H), axis=-1)
         q_TNH = apply_rope(q.reshape(T, N, H), *rope)
         k_TKH = apply_rope(k.reshape(T, K, H), *rope)
         pool, out_TNH = attend(q_TNH, k_TKH, v.reshape(T, K, H), pool, index, self.spec.window)
-        x_TD = x_TD + linear(out_TNH.reshape(T, N * H), self.o[...], _value(self.o_bias))
+        x_TD = x_TD + linear(out_TNH.reshape(T, N * H), self.o.get_value(), _value(self.o_bias))
         y_TD = rms_norm(x_TD, self.mlp_norm[...], c.rms_norm_eps)
-        gate_TF, up_TF = jnp.split(linear(y_TD, self.gate_up[...], _value(self.gate_up_bias)), 2, axis=-1)
-        x_TD = x_TD + linear(jax.nn.silu(gate_TF) * up_TF, self.down[...], _value(self.down_bias))
+        gate_TF, up_TF = jnp.split(linear(y_TD, self.gate_up.get_value(), _value(self.gate_up_bias)), 2, axis=-1)
+        x_TD = x_TD + linear(jax.nn.silu(gate_TF) * up_TF, self.down.get_value(), _value(self.down_bias))
         return x_TD, pool
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and head.
-
-    Layers are either unrolled, or one scanned layer whose weights carry a leading axis L.
-    """
+    """Embedding, layers, final norm and head. Layers are unrolled, or run as one loop (`scan`)."""
 
     def __init__(self, config: ModelConfig, dtype: Any, make: MakeWeight, *, scan: bool = False):
-        V, D, L = config.vocab_size, config.hidden_size, len(config.layers)
+        V, D = config.vocab_size, config.hidden_size
         self.config, self.scan = config, scan
 
         def declare(prefix: str, name: str, *spec: Any) -> nnx.Param:
             return nnx.Param(make(prefix + name, WeightSpec(*spec)))
 
-        def declare_stacked(name: str, shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...], *_: Any) -> nnx.Param:
-            return nnx.Param(make(f"layers.{name}", WeightSpec((L, *shape), dtype, ("layer", *axes))))
-
         self.embed = declare("", "embed", (V, D), dtype, ("vocab", "model"))
-        self.layers = (
-            DecoderLayer(config, config.layers[0], dtype, declare_stacked)
-            if scan
-            else nnx.List(
-                [
-                    DecoderLayer(config, spec, dtype, partial(declare, f"layers.{i}."))
-                    for i, spec in enumerate(config.layers)
-                ]
-            )
+        self.layers = nnx.List(
+            [
+                DecoderLayer(config, spec, dtype, partial(declare, f"layers.{i}."))
+                for i, spec in enumerate(config.layers)
+            ]
         )
         self.final_norm = declare("", "final_norm", (D,), jnp.float32, ("model",))
         self.head = None if config.tie_embeddings else declare("", "head", (V, D), dtype, ("vocab", "model"))
@@ -120,16 +108,14 @@ class Decoder(nnx.Module):
         x_TD = self.embed[...][token_ids_T]
         tables = {r: rope_tables(positions_T, r, self.config.head_dim) for r in {s.rope for s in self.config.layers}}
         if self.scan:
-            graphdef, stacked = nnx.split(self.layers)
-            rope = tables[self.config.layers[0].rope]
+            layer_at = _one_layer(self.layers)
 
-            def body(carry: tuple[jax.Array, jax.Array], layer: tuple[jax.Array, Any]) -> tuple[Any, None]:
-                index, state = layer
-                return nnx.merge(graphdef, state)(carry[0], rope, carry[1], attend, index), None
+            def body(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                layer = layer_at(index)
+                return layer(carry[0], tables[layer.spec.rope], carry[1], attend, index)
 
-            (x_TD, pool), _ = lax.scan(body, (x_TD, pool), (jnp.arange(len(self.config.layers)), stacked))
-            return x_TD, pool
-        for index, layer in enumerate(cast(list[DecoderLayer], self.layers)):
+            return lax.fori_loop(0, len(self.layers), body, (x_TD, pool))
+        for index, layer in enumerate(self.layers):
             x_TD, pool = layer(x_TD, tables[layer.spec.rope], pool, attend, index)
         return x_TD, pool
 
@@ -137,6 +123,22 @@ class Decoder(nnx.Module):
         """Logits [R, V] in float32 of hidden states that the last layer gave."""
         y_RD = rms_norm(hidden_RD, self.final_norm[...], self.config.rms_norm_eps)
         return linear(y_RD, (self.embed if self.head is None else self.head)[...], dtype=jnp.float32)
+
+
+def _one_layer(layers: nnx.List) -> Callable[[jax.Array], DecoderLayer]:
+    """Index -> the layer of that index, where the index is traced; all layers must be alike."""
+    graphdef, _ = nnx.split(layers[0])
+    states = [nnx.state(layer) for layer in layers]
+    # Vectors are small: stacked once a step, ahead of the loop.
+    choices = jax.tree.map(lambda *leaves: leaves if leaves[0].ndim > 1 else jnp.stack(leaves), *states)
+
+    def layer_at(index: jax.Array) -> DecoderLayer:
+        def choose(_: jax.Array, choice: jax.Array | tuple[jax.Array, ...]) -> jax.Array | LayerChoice:
+            return LayerChoice(index, choice) if isinstance(choice, tuple) else choice[index]
+
+        return nnx.merge(graphdef, jax.tree.map(choose, states[0], choices))
+
+    return layer_at
 
 
 def _value(param: nnx.Param | None) -> jax.Array | None:
@@ -155,32 +157,25 @@ class DecoderStructure:
     treedef: Any
     specs: dict[str, WeightSpec]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights together."""
+        return sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in self.specs.values())
+
     def merge(self, leaves: tuple[jax.Array, ...]) -> Decoder:
         """The module over these weights; leaves are in the order of `specs`."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
-    def flatten(self, weights: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        """Weights by path, as `weight_specs` names them -> leaves in the order `merge` takes them.
-
-        Empties `weights`, so that stacking the layers of a scanned decoder needs room for one weight, not for two
-        models.
-        """
-        return tuple(weights.pop(path) if path in weights else _stack(weights, path, self.specs) for path in self.specs)
-
-
-def _stack(weights: dict[str, jax.Array], path: str, specs: dict[str, WeightSpec]) -> jax.Array:
-    name = path.removeprefix("layers.")
-    layers = [weights.pop(f"layers.{i}.{name}") for i in range(specs[path].shape[0])]
-    # On the host: nothing to compile, and on a CPU device neither way is copied.
-    return jax.device_put(np.stack([np.asarray(layer) for layer in layers]), layers[0].sharding)
+    def flatten(self, weights: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+        """Weights by path, as `weight_specs` names them -> leaves in the order `merge` takes them."""
+        return tuple(weights[path] for path in self.specs)
 
 
 def decoder_structure(config: ModelConfig, dtype: Any, *, scan: bool = False) -> DecoderStructure:
     """Builds the decoder with no bytes behind it.
 
     Args:
-      scan: roll the layers into one loop; they must all be alike. Compiles several times faster, and costs a copy
-        of each layer's weights in each step.
+      scan: roll the layers into one loop; they must all be alike. On CPUs this compiles and runs faster.
     """
     assert not scan or len(set(config.layers)) == 1, "only layers that are all alike can be scanned"
     declared: dict[str, WeightSpec] = {}

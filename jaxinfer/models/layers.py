@@ -10,7 +10,8 @@ Arrays in traced code end in the letters of their dimensions:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +42,32 @@ def _precision(x: jax.Array) -> lax.Precision:
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def linear(x_TI: jax.Array, w_OI: jax.Array, bias_O: jax.Array | None = None, *, dtype: Any = None) -> jax.Array:
+class LayerChoice(NamedTuple):
+    """The weight of one layer in a loop over layers: picked without copying it, as slicing stacked ones would."""
+
+    layer: jax.Array
+    weights: tuple[jax.Array, ...]
+
+
+def linear(
+    x_TI: jax.Array, w_OI: jax.Array | LayerChoice, bias_O: jax.Array | None = None, *, dtype: Any = None
+) -> jax.Array:
     """`x @ w.T + bias`: every matmul of every model goes through here. Returns [T, O] of x's dtype, or `dtype`."""
-    dims = (((1,), (1,)), ((), ()))
-    y_TO = lax.dot_general(x_TI, w_OI, dims, precision=_precision(x_TI), preferred_element_type=dtype or x_TI.dtype)
+    if x_TI.shape[0] == 1 and (isinstance(w_OI, LayerChoice) or x_TI.dtype != jnp.float32):
+        # On CPUs a few rows take no longer than one, which in 16 bits is many times slower.
+        return linear(jnp.broadcast_to(x_TI, (4, x_TI.shape[1])), w_OI, bias_O, dtype=dtype)[:1]
+    multiply = partial(
+        lax.dot_general,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        precision=_precision(x_TI),
+        preferred_element_type=dtype or x_TI.dtype,
+    )
+    if isinstance(w_OI, LayerChoice):
+        # Layers are looped over on CPUs, where the weight is the faster left operand.
+        branches = [partial(multiply, w) for w in w_OI.weights]
+        y_TO = lax.switch(w_OI.layer, branches, x_TI).T
+    else:
+        y_TO = multiply(x_TI, w_OI)
     return y_TO if bias_O is None else y_TO + bias_O
 
 

@@ -31,7 +31,6 @@ DECODE_BLOCK_TOKENS = 128  # cache positions of a block, all of one sequence
 DECODE_CHUNK_TOKENS = 1024  # cache positions a turn of the decode loop reads, all sequences together
 PREFILL_CHUNK_TOKENS = 128  # cache positions a turn of the prefill loop reads; short prompts waste the rest
 PREFILL_TILE = 64  # query tokens of a tile
-SMALL_STEP = 8  # a step of no more tokens treats each as a decode: a loop less to compile
 LOWEST = -1e30  # below any score, yet finite: the difference of two is never NaN
 
 
@@ -86,21 +85,18 @@ def _layer_attention(
     S = kv_lens_S.shape[0]
     K = k_TKH.shape[1]
     pool = write_pages(k_TKH, v_TKH, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, num_seqs)
-    sequence_T, position_T, valid_T = token_positions(T, kv_lens_S, query_starts_S1, num_seqs)
+    sequence_T, _, valid_T = token_positions(T, kv_lens_S, query_starts_S1, num_seqs)
     q_TKGH = q_TNH.reshape(T, K, N // K, H)
     read = partial(_read_pages, pool, layer)
-    if T <= SMALL_STEP:
-        out_TKGH = _decode(
-            q_TKGH, read, page_table_SM[sequence_T], position_T + 1, valid_T, jnp.arange(T), pool, scores
-        )
-        out_TKGH = jnp.where(valid_T[:, None, None, None], out_TKGH, 0.0)
-    else:
-        query_lens_S = jnp.where(jnp.arange(S) < num_seqs, query_starts_S1[1:] - query_starts_S1[:-1], 0)
-        decodes_S = query_lens_S == 1
-        out_SKGH = _decode(q_TKGH, read, page_table_SM, kv_lens_S, decodes_S, query_starts_S1[:-1], pool, scores)
+    query_lens_S = jnp.where(jnp.arange(S) < num_seqs, query_starts_S1[1:] - query_starts_S1[:-1], 0)
+    decodes_S = query_lens_S == 1
+    out_SKGH = _decode(q_TKGH, read, page_table_SM, kv_lens_S, decodes_S, query_starts_S1[:-1], pool, scores)
+    if T > 1:
         out_TKGH = _prefill(q_TKGH, read, page_table_SM, kv_lens_S, query_lens_S, query_starts_S1, pool, scores)
-        decode_T = valid_T & decodes_S[sequence_T]
-        out_TKGH = jnp.where(decode_T[:, None, None, None], out_SKGH[sequence_T], out_TKGH)
+    else:
+        out_TKGH = jnp.zeros(q_TKGH.shape, jnp.float32)  # one token is no prefill
+    decode_T = valid_T & decodes_S[sequence_T]
+    out_TKGH = jnp.where(decode_T[:, None, None, None], out_SKGH[sequence_T], out_TKGH)
     return pool, out_TKGH.reshape(T, N, H).astype(q_TNH.dtype)
 
 

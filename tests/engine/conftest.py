@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 import tiny_checkpoints
 from engine_harness import House, Reference
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.models.decoder import decoder_structure
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +24,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_config(tiny_folder: Path) -> EngineConfig:
-    """Programs for 8 and for 32 tokens."""
+    """Programs for 1, 8 and 32 tokens."""
     return EngineConfig(
         model=str(tiny_folder),
         dtype="float32",
@@ -43,7 +45,9 @@ def base(tiny_config: EngineConfig, cache_dir: Path) -> Engine:
 
 @pytest.fixture(scope="session")
 def reference(base: Engine) -> Reference:
-    return Reference(base.runner.structure, base.runner.leaves, base.model_config)
+    return Reference(
+        decoder_structure(base.model_config, jnp.float32, scan=True), base.runner.leaves, base.model_config
+    )
 
 
 @pytest.fixture

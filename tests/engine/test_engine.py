@@ -12,6 +12,7 @@ import pytest
 from engine_harness import TIMEOUT, Answer, House, Reference, random_prompt
 
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.runner import StepBuffers
 from jaxinfer.errors import InvalidArgumentError, QueueFullError, RequestExistsError
 from jaxinfer.kv_cache.pool import COPIES_PER_CALL
 from jaxinfer.types import Delta, Finished, FinishReason, Request, SamplingParams
@@ -20,10 +21,9 @@ EOS = 2  # the tokenizer's own end token, which every engine has
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 
-def field(house: House, size: int, packed: np.ndarray, name: str) -> np.ndarray:
-    shape = next(shape for shape in house.engine.runner._shapes if shape.num_tokens == size)
-    offset, dims, _ = shape.fields[name]
-    return packed[offset : offset + int(np.prod(dims))]
+def field(step: StepBuffers, name: str) -> np.ndarray:
+    shape, packed = step.forward
+    return shape._layout.view(packed, name)
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_a_prompt_in_many_chunks(open_house, reference: Reference, recorded: lis
     for prompt, answer in zip(prompts, answers, strict=True):
         reference.check(answer.wait().tokens, prompt, 16)
     mixed = 0
-    for size, packed in recorded:
-        lens = np.diff(field(house, size, packed, "query_starts"))
+    for step in recorded:
+        lens = np.diff(field(step, "query_starts"))
         lens = lens[lens > 0]
         assert lens.sum() <= 5
         mixed += lens.min() == 1 and lens.max() > 1
@@ -157,7 +157,7 @@ def test_neighbours_change_nothing(house: House, reference: Reference, recorded:
     resume()
     assert again.wait().tokens == alone.tokens
     reference.check(again.tokens, prompt, 16, **{k: params[k] for k in ("temperature", "top_p", "seed")})
-    assert max(int(field(house, size, packed, "num_seqs")[0]) for size, packed in recorded) == 32
+    assert max(int(field(step, "num_seqs")) for step in recorded) == 32
     for number, answer in enumerate(others):
         if number % 3 == 0:  # the greedy ones
             reference.check(answer.wait().tokens, random_prompt(100 + number, 1 + number % 4), 60)
@@ -175,7 +175,7 @@ def test_unseeded_requests_differ(house: House):
 def test_steps_are_dispatched_before_the_last_ones_tokens_are_read(house: House, reference: Reference, recorded: list):
     prompt = random_prompt(2, 6)
     answer = house.ask(prompt, max_tokens=20)
-    on_device = [bool((field(house, size, packed, "token_ids") == -1).any()) for size, packed in recorded]
+    on_device = [bool((field(step, "token_ids") == -1).any()) for step in recorded]
     assert on_device == [False] + [True] * 19
     reference.check(answer.tokens, prompt, 20)
 

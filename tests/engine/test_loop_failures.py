@@ -335,8 +335,8 @@ def test_a_client_that_goes_while_its_prompt_is_tokenized(house: House, monkeypa
         time.sleep(0.001)
         assert time.monotonic() - begun < TIMEOUT
     house.check_idle()
-    # One step may have been on its way.
-    assert house.engine.stats().output_tokens_total <= 3
+    # Steps go on until the event loop or the broken sink gets to say so; unaborted it makes about 120 tokens.
+    assert house.engine.stats().output_tokens_total < 60
 
 
 @pytest.mark.parametrize("how", ["closed", "died"])

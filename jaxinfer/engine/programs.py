@@ -1,0 +1,175 @@
+"""The closed list of compiled programs: made from declarations alone, so that no weight need be loaded yet.
+
+A step is two of them: a forward pass for so many packed tokens, then sampling for so many rows. Apart they are fewer
+and smaller than every combination of both, and a step that samples nothing runs no head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.config import ModelConfig, SchedulerConfig
+from jaxinfer.engine.executables import ExecutableCache
+from jaxinfer.engine.step_inputs import ForwardShape, RowShape, resolve_tokens
+from jaxinfer.kv_cache.pool import COPIES_PER_CALL, copy_pages, pool_spec
+from jaxinfer.models.decoder import DecoderStructure
+from jaxinfer.sampling.sampler import SampledTokens, sample
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.reference import token_positions
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What the runner runs; shapes are in order of size.
+
+    The device state they pass on is the pool (donated; see `kv_cache.pool`) and the last tokens ([max_num_seqs + 1]
+    int32: what each slot sampled last, with a last entry that is nobody's).
+
+    Attributes:
+      forward: by shape; (leaves, pool, last tokens, packed inputs) -> (pool, hidden states of the rows).
+      sample: by shape; (leaves, hidden states, last tokens, packed rows) -> (last tokens, sampled).
+      copy: (pool, copies [COPIES_PER_CALL, 2]) -> pool.
+      empty_state: () -> (pool, last tokens).
+    """
+
+    forward: dict[ForwardShape, jax.stages.Compiled]
+    sample: dict[RowShape, jax.stages.Compiled]
+    copy: jax.stages.Compiled
+    empty_state: jax.stages.Compiled
+
+
+def forward_shapes(scheduler: SchedulerConfig) -> list[ForwardShape]:
+    """Packed-token counts of 1, 8, 32, and doubling from there up to the whole budget."""
+    budget = scheduler.max_num_batched_tokens
+    sizes, size = {1, 8, budget}, 32
+    while size < budget:
+        sizes.add(size)
+        size *= 2
+    max_pages_per_seq = -(-scheduler.max_model_len // scheduler.page_size)
+    return [ForwardShape(s, scheduler.max_num_seqs, max_pages_per_seq) for s in sorted(sizes) if s <= budget]
+
+
+def row_shapes(scheduler: SchedulerConfig) -> list[RowShape]:
+    """Row counts of 8, 32, and doubling from there up to the number of sequences."""
+    most = scheduler.max_num_seqs
+    sizes, size = {8, most}, 32
+    while size < most:
+        sizes.add(size)
+        size *= 2
+    return [RowShape(s, most) for s in sorted(sizes) if s <= most]
+
+
+def make_forward(structure: DecoderStructure, model: ModelConfig, shape: ForwardShape) -> Callable[..., Any]:
+    """The forward pass of one shape, as `Programs` has it."""
+    scale = model.head_dim**-0.5
+
+    def forward(
+        leaves: tuple[jax.Array, ...], pool: jax.Array, last_tokens: jax.Array, packed: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        inputs = shape.unpack(packed)
+
+        def attend(q_TNH, k_TKH, v_TKH, pool, layer, window):
+            return paged_attention(
+                q_TNH,
+                k_TKH,
+                v_TKH,
+                pool,
+                layer,
+                inputs.page_table_SM,
+                inputs.kv_lens_S,
+                inputs.query_starts_S1,
+                inputs.num_seqs,
+                scale=scale,
+                window=window,
+            )
+
+        token_ids_T = resolve_tokens(inputs, last_tokens)
+        _, positions_T, _ = token_positions(shape.num_tokens, inputs.kv_lens_S, inputs.query_starts_S1, inputs.num_seqs)
+        hidden_TD, pool = structure.merge(leaves)(token_ids_T, positions_T, pool, attend)
+        return pool, hidden_TD[inputs.row_tokens_R]
+
+    return forward
+
+
+def make_sample(structure: DecoderStructure, shape: RowShape) -> Callable[..., Any]:
+    """Sampling for one shape, as `Programs` has it."""
+
+    def sample_rows(
+        leaves: tuple[jax.Array, ...], hidden_RD: jax.Array, last_tokens: jax.Array, packed: jax.Array
+    ) -> tuple[jax.Array, SampledTokens]:
+        rows = shape.unpack(packed)
+        logits_RV = structure.merge(leaves).logits(hidden_RD[: shape.num_rows])
+        sampled = sample(logits_RV, rows.sampling)
+        return last_tokens.at[rows.slots_R].set(sampled.token_R), sampled
+
+    return sample_rows
+
+
+def load_or_compile(
+    structure: DecoderStructure,
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    *,
+    dtype: Any,
+    sharding: jax.sharding.Sharding,
+    executables: ExecutableCache,
+    threads: Executor,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Callable[[], Programs]:
+    """Takes every program from disk, or compiles and stores it, on `threads`; returns what waits for them.
+
+    Args:
+      dtype: of activations and of the pool.
+      sharding: of weights, pool and the small state.
+      progress: gets (programs done, in all), from any of the threads.
+    """
+
+    def spec(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
+    leaves = tuple(spec(weight.shape, weight.dtype) for weight in structure.specs.values())
+    pool = spec(pool_spec(model, scheduler.num_pages, scheduler.page_size, dtype).shape, dtype)
+    last_tokens = spec((scheduler.max_num_seqs + 1,))
+    hidden = spec((scheduler.max_num_seqs, model.hidden_size), dtype)
+    # The key holds all that shapes the program; the cache adds source, versions and device.
+    common = f"{model} {scheduler} {pool} {leaves}"
+    futures: list[Future[jax.stages.Compiled]] = []
+
+    def make(name: str, function: Callable[..., Any], donated: tuple[int, ...], specs: tuple[Any, ...]) -> Any:
+        key = f"{name} {common}"
+        compiled = executables.load(key)
+        if compiled is None:
+            compiled = jax.jit(function, donate_argnums=donated, out_shardings=sharding).lower(*specs).compile()
+            executables.store(key, compiled)
+        return compiled
+
+    def start(
+        name: str, function: Callable[..., Any], *specs: Any, donated: tuple[int, ...] = ()
+    ) -> Future[jax.stages.Compiled]:
+        futures.append(threads.submit(make, name, function, donated, specs))
+        return futures[-1]
+
+    empty = start("empty", lambda: (jnp.zeros(pool.shape, pool.dtype), jnp.zeros(last_tokens.shape, jnp.int32)))
+    copy = start("copy", copy_pages, pool, spec((COPIES_PER_CALL, 2)), donated=(0,))
+    forward = {
+        s: start(f"{s}", make_forward(structure, model, s), leaves, pool, last_tokens, spec((s.size,)), donated=(1,))
+        for s in forward_shapes(scheduler)
+    }
+    samples = {
+        s: start(f"{s}", make_sample(structure, s), leaves, hidden, last_tokens, spec((s.size,)))
+        for s in row_shapes(scheduler)
+    }
+    for future in futures:
+        future.add_done_callback(lambda _: progress(sum(f.done() for f in futures), len(futures)))
+    return lambda: Programs(
+        {shape: future.result() for shape, future in forward.items()},
+        {shape: future.result() for shape, future in samples.items()},
+        copy.result(),
+        empty.result(),
+    )
