@@ -6,6 +6,7 @@ and smaller than every combination of both, and a step that samples nothing runs
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -44,25 +45,24 @@ class Programs:
     empty_state: jax.stages.Compiled
 
 
+def _sizes(most: int) -> list[int]:
+    """1, 8, 32, and doubling from there up to `most`: programs are few, and no size wastes much where it matters."""
+    doubling = itertools.takewhile(lambda size: size < most, (32 << i for i in itertools.count()))
+    return sorted({size for size in (1, 8, *doubling, most) if size <= most})
+
+
 def forward_shapes(scheduler: SchedulerConfig) -> list[ForwardShape]:
-    """Packed-token counts of 1, 8, 32, and doubling from there up to the whole budget."""
-    budget = scheduler.max_num_batched_tokens
-    sizes, size = {1, 8, budget}, 32
-    while size < budget:
-        sizes.add(size)
-        size *= 2
+    """One for each number of packed tokens, up to the step's budget."""
     max_pages_per_seq = -(-scheduler.max_model_len // scheduler.page_size)
-    return [ForwardShape(s, scheduler.max_num_seqs, max_pages_per_seq) for s in sorted(sizes) if s <= budget]
+    return [
+        ForwardShape(size, scheduler.max_num_seqs, max_pages_per_seq)
+        for size in _sizes(scheduler.max_num_batched_tokens)
+    ]
 
 
 def row_shapes(scheduler: SchedulerConfig) -> list[RowShape]:
-    """Row counts of 8, 32, and doubling from there up to the number of sequences."""
-    most = scheduler.max_num_seqs
-    sizes, size = {8, most}, 32
-    while size < most:
-        sizes.add(size)
-        size *= 2
-    return [RowShape(s, most) for s in sorted(sizes) if s <= most]
+    """One for each number of sampled rows, up to the number of sequences."""
+    return [RowShape(size, scheduler.max_num_seqs) for size in _sizes(scheduler.max_num_seqs)]
 
 
 def make_forward(structure: DecoderStructure, model: ModelConfig, shape: ForwardShape) -> Callable[..., Any]:

@@ -17,6 +17,8 @@ from jax import lax
 from jaxinfer.config import LayerSpec, ModelConfig
 from jaxinfer.models.layers import LayerChoice, WeightSpec, apply_rope, linear, rms_norm, rope_tables
 
+MANY_ROWS = 32  # from here on the head's matmul gains nothing from another order of operands on CPUs
+
 # Gives the value of a declared weight: an array, or a ShapeDtypeStruct where no bytes are wanted.
 type MakeWeight = Callable[[str, WeightSpec], Any]
 
@@ -122,7 +124,8 @@ class Decoder(nnx.Module):
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
         """Logits [R, V] in float32 of hidden states that the last layer gave."""
         y_RD = rms_norm(hidden_RD, self.final_norm[...], self.config.rms_norm_eps)
-        return linear(y_RD, (self.embed if self.head is None else self.head)[...], dtype=jnp.float32)
+        head_VD = (self.embed if self.head is None else self.head)[...]
+        return linear(y_RD, head_VD, dtype=jnp.float32, weight_first=self.scan and len(y_RD) < MANY_ROWS)
 
 
 def _one_layer(layers: nnx.List) -> Callable[[jax.Array], DecoderLayer]:

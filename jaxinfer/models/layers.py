@@ -50,12 +50,22 @@ class LayerChoice(NamedTuple):
 
 
 def linear(
-    x_TI: jax.Array, w_OI: jax.Array | LayerChoice, bias_O: jax.Array | None = None, *, dtype: Any = None
+    x_TI: jax.Array,
+    w_OI: jax.Array | LayerChoice,
+    bias_O: jax.Array | None = None,
+    *,
+    dtype: Any = None,
+    weight_first: bool = False,
 ) -> jax.Array:
-    """`x @ w.T + bias`: every matmul of every model goes through here. Returns [T, O] of x's dtype, or `dtype`."""
+    """`x @ w.T + bias`: every matmul of every model goes through here. Returns [T, O] of x's dtype, or `dtype`.
+
+    Args:
+      weight_first: multiply `w @ x.T` instead: up to twice as fast on CPUs for few rows. A `LayerChoice` always is.
+    """
     if x_TI.shape[0] == 1 and (isinstance(w_OI, LayerChoice) or x_TI.dtype != jnp.float32):
         # On CPUs a few rows take no longer than one, which in 16 bits is many times slower.
-        return linear(jnp.broadcast_to(x_TI, (4, x_TI.shape[1])), w_OI, bias_O, dtype=dtype)[:1]
+        rows = jnp.broadcast_to(x_TI, (4, x_TI.shape[1]))
+        return linear(rows, w_OI, bias_O, dtype=dtype, weight_first=weight_first)[:1]
     multiply = partial(
         lax.dot_general,
         dimension_numbers=(((1,), (1,)), ((), ())),
@@ -63,9 +73,9 @@ def linear(
         preferred_element_type=dtype or x_TI.dtype,
     )
     if isinstance(w_OI, LayerChoice):
-        # Layers are looped over on CPUs, where the weight is the faster left operand.
-        branches = [partial(multiply, w) for w in w_OI.weights]
-        y_TO = lax.switch(w_OI.layer, branches, x_TI).T
+        y_TO = lax.switch(w_OI.layer, [partial(multiply, w) for w in w_OI.weights], x_TI).T
+    elif weight_first:
+        y_TO = lax.optimization_barrier(multiply(w_OI, x_TI)).T  # or XLA swaps the operands back
     else:
         y_TO = multiply(x_TI, w_OI)
     return y_TO if bias_O is None else y_TO + bias_O
