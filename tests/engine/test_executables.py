@@ -1,0 +1,139 @@
+"""Compiled programs on disk: found again, made again when broken, never taken for another's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_harness import Answer
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine import executables
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.executables import ExecutableCache, compile_count
+from jaxinfer.types import Request, SamplingParams
+
+SPEC = jax.ShapeDtypeStruct((8,), jnp.float32)
+
+
+def compiled(factor: float) -> jax.stages.Compiled:
+    return jax.jit(lambda x: x * factor).lower(SPEC).compile()
+
+
+def test_what_is_stored_is_loaded_without_compiling(tmp_path: Path):
+    cache = ExecutableCache(tmp_path / "new" / "folder")
+    assert cache.load("triple") is None
+    cache.store("triple", compiled(3))
+    before = compile_count()
+    program = cache.load("triple")
+    assert program is not None
+    assert program(np.ones(8, np.float32)).tolist() == [3] * 8
+    assert cache.load("other") is None
+    assert compile_count() == before
+    assert oct((tmp_path / "new" / "folder").stat().st_mode)[-3:] == "700"
+
+
+def test_no_folder_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    cache = ExecutableCache(None)
+    cache.store("triple", compiled(3))
+    assert cache.load("triple") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("broken", [b"", b"not a program", "half"])
+def test_a_broken_file_is_reported_and_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: bytes | str):
+    cache = ExecutableCache(tmp_path)
+    cache.store("triple", compiled(3))
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if broken == "half" else broken)
+    with caplog.at_level(logging.WARNING):
+        assert cache.load("triple") is None
+    assert path.name in caplog.text
+    cache.store("triple", compiled(3))
+    assert cache.load("triple") is not None
+
+
+@pytest.mark.parametrize("change", ["key", "source", "flags"])
+def test_another_environment_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str):
+    cache = ExecutableCache(tmp_path)
+    cache.store("triple", compiled(3))
+    executables._environment.cache_clear()
+    key = "triple"
+    if change == "key":
+        key = "triples"
+    elif change == "source":
+        root = tmp_path / "root"
+        for package in ("jaxinfer", "pallas_kernels"):
+            (root / package).mkdir(parents=True)
+            (root / package / "step.py").write_text("another = 1\n")
+        monkeypatch.setattr(executables, "_ROOT", root)
+    else:
+        monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=false")
+    assert cache.load(key) is None
+    monkeypatch.undo()
+    executables._environment.cache_clear()
+    assert cache.load("triple") is not None
+
+
+def test_a_folder_that_cannot_be_written_costs_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "file").write_text("in the way")
+    cache = ExecutableCache(tmp_path / "file")
+    with caplog.at_level(logging.WARNING):
+        cache.store("triple", compiled(3))
+    assert "could not store" in caplog.text
+
+
+SECOND_START = """
+import sys
+from pathlib import Path
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.executables import compile_count
+engine = Engine.start(eval(sys.argv[1]), cache_dir=Path(sys.argv[2]))
+print(compile_count())
+engine.close()
+"""
+
+
+def test_a_second_process_compiles_nothing(tiny_config: EngineConfig, tmp_path: Path):
+    config = replace(tiny_config, max_num_batched_tokens=8, max_num_seqs=8)
+    counts = [
+        subprocess.run(
+            [sys.executable, "-c", SECOND_START, repr(config), str(tmp_path)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert int(counts[0]) > 0
+    assert int(counts[1]) == 0
+
+
+def test_an_engine_starts_over_broken_files(
+    tiny_config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Every program of the folder is truncated: the engine says so, compiles, and answers as before."""
+    config = replace(tiny_config, max_num_batched_tokens=8, max_num_seqs=8)
+    Engine.start(config, cache_dir=tmp_path).close()
+    files = list((tmp_path / "programs").iterdir())
+    for path in files:
+        path.write_bytes(path.read_bytes()[:100])
+    with caplog.at_level(logging.WARNING):
+        engine = Engine.start(config, cache_dir=tmp_path)
+    assert sum("does not load" in record.message for record in caplog.records) == len(files)
+    answer = Answer("a")
+    engine.submit(Request(request_id="a", params=SamplingParams(max_tokens=3), token_ids=[5, 6, 7]), answer.sink)
+    assert len(answer.wait().tokens) == 3
+    engine.close()
+    assert all(path.stat().st_size > 100 for path in files)
