@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,12 +55,14 @@ def throughput(
     for round_number in range(rounds + 1):
         # New prompts each round: a prefix hit would spare the prefill.
         prompts = rng.integers(0, vocab, (num_prompts, input_len)).tolist()
-        before = engine.stats()
+        before = _on_loop(engine, engine.stats)
         recorded: list[StepBuffers] = []
         engine.runner.recorded = recorded
-        times, seconds = _run(engine, prompts, output_len, f"bench-{round_number}")
-        engine.runner.recorded = None
-        after = engine.stats()
+        try:
+            times, seconds = _run(engine, prompts, output_len, f"bench-{round_number}")
+        finally:
+            engine.runner.recorded = None
+        after = _on_loop(engine, engine.stats)
         begun = time.perf_counter()
         _on_loop(engine, partial(engine.runner.replay, recorded))
         replayed = time.perf_counter() - begun
@@ -120,11 +123,16 @@ def _run(engine: Engine, prompts: Sequence[list[int]], output_len: int, name: st
         return sink
 
     begun = time.perf_counter()
-    for number, prompt in enumerate(prompts):
-        times.append(_Times(time.perf_counter()))
-        request = Request(request_id=f"{name}-{number}", params=params, token_ids=prompt)
-        engine.submit(request, sink_of(times[-1]))
-    over.wait()
+    try:
+        for number, prompt in enumerate(prompts):
+            times.append(_Times(time.perf_counter()))
+            request = Request(request_id=f"{name}-{number}", params=params, token_ids=prompt)
+            engine.submit(request, sink_of(times[-1]))
+        over.wait()
+    except BaseException:
+        for number in range(len(times)):
+            engine.abort(f"{name}-{number}")
+        raise
     seconds = time.perf_counter() - begun
     if errors:
         raise errors[0]
@@ -134,23 +142,19 @@ def _run(engine: Engine, prompts: Sequence[list[int]], output_len: int, name: st
     return times, seconds
 
 
-def _on_loop(engine: Engine, function: Callable[[], None]) -> None:
-    """Runs a function where the engine's device work runs, so that the replay meets the same conditions."""
-    done = threading.Event()
-    errors: list[BaseException] = []
+def _on_loop[T](engine: Engine, function: Callable[[], T]) -> T:
+    """Runs a function on the engine's own thread, between steps: there all of the last step has been counted, and a
+    replay meets the conditions that the engine meets."""
+    result: Future[T] = Future()
 
     def call() -> None:
         try:
-            function()
+            result.set_result(function())
         except BaseException as error:
-            errors.append(error)
-        finally:
-            done.set()
+            result.set_exception(error)
 
     engine.call(call)
-    done.wait()
-    if errors:
-        raise errors[0]
+    return result.result()
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:

@@ -425,5 +425,5 @@ def main() -> None:
         app()
     except JaxinferError as error:
         stderr.print(f"[red]jaxinfer: {error.code}:[/] ", end="")
-        stderr.print(str(error), markup=False, highlight=False)
+        stderr.print(str(error), markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)

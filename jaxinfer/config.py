@@ -130,3 +130,12 @@ class EngineConfig:
     max_waiting: int = 1024
     scan_layers: bool | None = None
     compile_cache: bool = True
+
+    def __post_init__(self) -> None:
+        least = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "page_size": 1, "max_waiting": 1}
+        for name, low in {**least, "max_model_len": 2, "kv_cache_bytes": 1}.items():
+            value = getattr(self, name)
+            if value is None and name not in least:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise InvalidArgumentError(name, value, f"an integer of at least {low}")

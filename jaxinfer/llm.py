@@ -6,17 +6,20 @@ import itertools
 import os
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from jaxinfer._shadowing import check_top_level_packages
 from jaxinfer.checkpoints.source import default_cache_dir
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine, Progress
-from jaxinfer.errors import InvalidArgumentError, JaxinferError
+from jaxinfer.errors import InvalidArgumentError
 from jaxinfer.types import Delta, Event, Failed, Finished, PositionLogprobs, Request, SamplingParams
 
 
@@ -38,11 +41,13 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int] | None
+    prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     finished: bool = False
 
+
+ABORT_SECONDS = 10.0  # most to wait for the end of an aborted request: it takes a step
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -99,8 +104,10 @@ class LLM:
         Raises:
           JaxinferError: a prompt is refused or fails; the others are aborted.
         """
-        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        many: Sequence[Any] = [prompts] if single else prompts  # type: ignore[assignment]
+        single = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
+        many: Any = [prompts] if single else prompts
+        if not isinstance(many, Sequence) or isinstance(prompts, bytes):
+            raise InvalidArgumentError("prompts", prompts, "a prompt or a list of prompts")
         fields = [_prompt_fields(prompt) for prompt in many]
         return self._run(fields, self._params(sampling_params, len(many)), on_progress)
 
@@ -115,19 +122,21 @@ class LLM:
         if not messages:
             raise InvalidArgumentError("messages", messages, "at least one message")
         many: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
-        fields = [{"messages": conversation} for conversation in many]
+        fields: list[Any] = [(None, {"messages": conversation}) for conversation in many]
         return self._run(fields, self._params(sampling_params, len(many)), on_progress)
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
+        if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+            raise InvalidArgumentError("sampling_params", params, "a SamplingParams, or a list of them")
         if len(params) != count:
             raise InvalidArgumentError("sampling_params", f"{len(params)} of them", f"one, or one a prompt ({count})")
         return list(params)
 
     def _run(
         self,
-        prompts: list[dict[str, Any]],
+        prompts: list[tuple[str | None, dict[str, Any]]],
         params: list[SamplingParams],
         on_progress: Callable[[int, int], None] | None,
     ) -> list[RequestOutput]:
@@ -140,16 +149,17 @@ class LLM:
             while todo or live:
                 # The engine's queue is bounded; ours need not be.
                 while todo and len(live) < limit:
-                    fields, param = todo.pop()
+                    (prompt, fields), param = todo.pop()
                     request_id = f"offline-{next(self._numbers)}"
                     request = Request(request_id=request_id, params=param, **fields)
+                    token_ids = list(self.engine.prompt_token_ids(request))
+                    request = replace(request, text=None, messages=None, token_ids=token_ids)
                     self.engine.submit(request, partial(_post, events, request_id))
                     live.add(request_id)
-                    token_ids = fields.get("token_ids")
                     outputs[request_id] = RequestOutput(
                         request_id,
-                        fields.get("text"),
-                        None if token_ids is None else list(token_ids),
+                        prompt,
+                        token_ids,
                         [
                             CompletionOutput(index, logprobs=None if param.logprobs is None else [])
                             for index in range(param.n)
@@ -158,15 +168,21 @@ class LLM:
                 request_id, batch = events.get()
                 for event in batch:
                     if isinstance(event, Failed):
+                        live.remove(request_id)
                         raise event.error
                     if _take(outputs[request_id], event):
                         live.remove(request_id)
                         done += 1
                         if on_progress is not None:
                             on_progress(done, len(prompts))
-        except (JaxinferError, KeyboardInterrupt):
+        except BaseException:
             for request_id in live:
                 self.engine.abort(request_id)
+            with suppress(queue.Empty):
+                while live:  # until they are gone, they count among those that wait
+                    request_id, batch = events.get(timeout=ABORT_SECONDS)
+                    if isinstance(batch[-1], (Finished, Failed)):
+                        live.discard(request_id)
             raise
         return list(outputs.values())
 
@@ -202,14 +218,26 @@ def _take(output: RequestOutput, event: Event) -> bool:
     return True
 
 
-def _prompt_fields(prompt: Any) -> dict[str, Any]:
+def _is_token_ids(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int)
+
+
+def _prompt_fields(prompt: Any) -> tuple[str | None, dict[str, Any]]:
+    """(the prompt's text, the `Request`'s fields)."""
+    text, token_ids, parse_special = None, None, False
     if isinstance(prompt, str):
-        return {"text": prompt}
-    if isinstance(prompt, Mapping):
-        if "prompt_token_ids" in prompt:
-            return {"token_ids": list(prompt["prompt_token_ids"])}
-        if "prompt" in prompt:
-            return {"text": prompt["prompt"], "parse_special": bool(prompt.get("parse_special", False))}
-    elif isinstance(prompt, Sequence):
-        return {"token_ids": list(prompt)}
+        text = prompt
+    elif isinstance(prompt, Mapping):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "parse_special"}
+        if unknown:
+            raise InvalidArgumentError("prompt", prompt, "a mapping with prompt or prompt_token_ids, and parse_special")
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        parse_special = bool(prompt.get("parse_special", False))
+    else:
+        token_ids = prompt
+    if isinstance(token_ids, (Sequence, np.ndarray)) and not isinstance(token_ids, (str, bytes)):
+        if text is None or isinstance(text, str):  # a text beside its token ids is kept for the output alone
+            return text, {"token_ids": list(token_ids)}
+    elif token_ids is None and isinstance(text, str):
+        return text, {"text": text, "parse_special": parse_special}
     raise InvalidArgumentError("prompt", prompt, "a text, token ids, or a mapping with prompt or prompt_token_ids")

@@ -39,7 +39,7 @@ class MeshConfig:
                 raise MeshError(f"mesh {text!r}: unknown axis {axis!r}; the axes are {', '.join(AXES)}")
             if axis in sizes:
                 raise MeshError(f"mesh {text!r}: axis {axis!r} is given twice")
-            if not size.strip().isdigit() or int(size) < 1:
+            if not (size.strip().isascii() and size.strip().isdecimal()) or int(size) < 1:
                 raise MeshError(f"mesh {text!r}: the size of {axis!r} must be a positive integer, not {size!r}")
             sizes[axis] = int(size)
         return cls(**sizes)

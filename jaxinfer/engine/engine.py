@@ -186,6 +186,34 @@ class Engine:
         """Text of token ids."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def prompt_token_ids(self, request: Request) -> Sequence[int]:
+        """Token ids of a request's prompt, whichever form it came in.
+
+        Raises:
+          InvalidArgumentError: an empty text, an id that is not in the vocabulary, bad messages.
+        """
+        if request.token_ids is not None:
+            vocab = self.model_config.vocab_size
+            for token_id in request.token_ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
+                    raise InvalidArgumentError("token_ids", token_id, "integers")
+                if not 0 <= token_id < vocab:
+                    raise InvalidArgumentError("token_ids", token_id, f"0 to {vocab - 1} (the vocabulary has {vocab})")
+            return request.token_ids
+        if request.messages is not None:
+            return self.tokenize_chat(request.messages)
+        assert request.text is not None
+        if not request.text:
+            raise InvalidArgumentError("text", "", "at least one character")
+        if not request.parse_special and (found := self._control_string(request.text)):
+            logger.warning(
+                "request %s: the prompt holds the control token's string %r as plain text; set parse_special if it "
+                "is meant as the token",
+                request.request_id,
+                found,
+            )
+        return self.tokenize(request.text, parse_special=request.parse_special)
+
     # Requests.
 
     def submit(self, request: Request, sink: Sink) -> None:
@@ -233,7 +261,7 @@ class Engine:
             raise DrainingError("the engine is shutting down")
 
     def _make_live(self, request: Request, sink: Sink) -> LiveRequest:
-        prompt = self._prompt_ids(request)
+        prompt = self.prompt_token_ids(request)
         if not prompt:
             raise InvalidArgumentError("prompt", "", "at least one token")
         longest = self.scheduler_config.max_model_len - 1
@@ -249,29 +277,6 @@ class Engine:
             priority=request.priority,
         )
         return LiveRequest(samples, self.tokenizer, sink)
-
-    def _prompt_ids(self, request: Request) -> Sequence[int]:
-        if request.token_ids is not None:
-            vocab = self.model_config.vocab_size
-            for token_id in request.token_ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
-                    raise InvalidArgumentError("token_ids", token_id, "integers")
-                if not 0 <= token_id < vocab:
-                    raise InvalidArgumentError("token_ids", token_id, f"0 to {vocab - 1} (the vocabulary has {vocab})")
-            return request.token_ids
-        if request.messages is not None:
-            return self.tokenize_chat(request.messages)
-        assert request.text is not None
-        if not request.text:
-            raise InvalidArgumentError("text", "", "at least one character")
-        if not request.parse_special and (found := self._control_string(request.text)):
-            logger.warning(
-                "request %s: the prompt holds the control token's string %r as plain text; set parse_special if it "
-                "is meant as the token",
-                request.request_id,
-                found,
-            )
-        return self.tokenize(request.text, parse_special=request.parse_special)
 
     def _control_string(self, text: str) -> str | None:
         ids = [part for part in self.tokenizer.split_control(text) if isinstance(part, int)]

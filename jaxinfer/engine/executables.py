@@ -14,6 +14,8 @@ import pickle
 import platform
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -24,15 +26,17 @@ from jax.experimental import serialize_executable
 logger = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).parents[2]  # where our packages lie side by side
-_compiles = 0
+_compiles = _stray_compiles = 0
 _compiles_lock = threading.Lock()
+_expecting = threading.local()
 
 
 def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    global _compiles
+    global _compiles, _stray_compiles
     if event == "/jax/core/compile/backend_compile_duration":
         with _compiles_lock:
             _compiles += 1
+            _stray_compiles += not getattr(_expecting, "compiles", False)
 
 
 jax.monitoring.register_event_duration_secs_listener(_count)
@@ -41,6 +45,21 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 def compile_count() -> int:
     """How often XLA has compiled in this process, stray eager operations included."""
     return _compiles
+
+
+def stray_compile_count() -> int:
+    """How often it has outside `expected_compiles`."""
+    return _stray_compiles
+
+
+@contextmanager
+def expected_compiles() -> Iterator[None]:
+    """What this thread compiles here is meant to be compiled, though another engine of the process may be serving."""
+    _expecting.compiles = True
+    try:
+        yield
+    finally:
+        _expecting.compiles = False
 
 
 @cache

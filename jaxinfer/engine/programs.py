@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import ModelConfig, SchedulerConfig
-from jaxinfer.engine.executables import ExecutableCache
+from jaxinfer.engine.executables import ExecutableCache, expected_compiles
 from jaxinfer.engine.step_inputs import ForwardShape, RowShape, resolve_tokens
 from jaxinfer.kv_cache.pool import COPIES_PER_CALL, copy_pages, pool_spec
 from jaxinfer.models.decoder import DecoderStructure
@@ -138,14 +138,15 @@ def load_or_compile(
     last_tokens = spec((scheduler.max_num_seqs + 1,))
     hidden = spec((scheduler.max_num_seqs, model.hidden_size), dtype)
     # The key holds all that shapes the program; the cache adds source, versions and device.
-    common = f"{model} {scheduler} {pool} {leaves}"
+    common = f"{model} {pool} {leaves}"
     futures: list[Future[jax.stages.Compiled]] = []
 
     def make(name: str, function: Callable[..., Any], donated: tuple[int, ...], specs: tuple[Any, ...]) -> Any:
         key = f"{name} {common}"
         compiled = executables.load(key)
         if compiled is None:
-            compiled = jax.jit(function, donate_argnums=donated, out_shardings=sharding).lower(*specs).compile()
+            with expected_compiles():
+                compiled = jax.jit(function, donate_argnums=donated, out_shardings=sharding).lower(*specs).compile()
             executables.store(key, compiled)
         return compiled
 

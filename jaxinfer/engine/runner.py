@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxinfer.engine.executables import compile_count
+from jaxinfer.engine.executables import stray_compile_count
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.step_inputs import ForwardShape, RowShape
 from jaxinfer.errors import NotCompiledError
@@ -51,7 +51,7 @@ class Runner:
     @property
     def compiles_after_warm_up(self) -> int:
         """Compilations since warm-up ended: anything but 0 is a bug."""
-        return 0 if self._compiles_at_warm_up is None else compile_count() - self._compiles_at_warm_up
+        return 0 if self._compiles_at_warm_up is None else stray_compile_count() - self._compiles_at_warm_up
 
     def warm_up(self) -> None:
         """Runs each program once: the first run allocates, and no request should pay for it."""
@@ -61,7 +61,7 @@ class Runner:
             self._run(StepBuffers((shape, np.zeros(shape.size, np.int32)), rows[min(number, len(rows) - 1)]))
         self._copy_pages(np.zeros((1, 2), np.int32))
         jax.block_until_ready((self.pool, self._last_tokens))
-        self._compiles_at_warm_up = compile_count()
+        self._compiles_at_warm_up = stray_compile_count()
 
     def reset(self) -> None:
         """A new, empty state; all pages lose their content."""
