@@ -5,8 +5,8 @@
 
 jaxinfer runs in the interpreter that runs this script, each peer in the virtual environment of the interpreter given;
 docs/peers.md says how those are made and how to read the table. Each engine is one worker process (this file again,
-`--worker NAME`) that speaks JSON lines. It loads once and warms up; then, in each round, each engine in turn runs each
-concurrency while the others are stopped (SIGSTOP). Every measurement has prompts of its own, the same for all.
+`--worker NAME`) that speaks JSON lines. It loads once and warms up; then, in each round and at each concurrency, the
+engines run in turn while the others are stopped (SIGSTOP). Each measurement has prompts of its own, the same for all.
 """
 
 from __future__ import annotations
@@ -413,38 +413,40 @@ def load(args: argparse.Namespace, logs: Path) -> list[Worker]:
     return workers
 
 
-def run(worker: Worker, label: str, args: argparse.Namespace, vocab_size: int, output_len: int) -> None:
-    """One turn of an engine: every concurrency once. Results are kept, but for the warm-up's."""
-    for count in args.concurrency:
-        prompts = make_prompts(args.seed, f"{label} {count}", count, args.input_len, vocab_size)
-        what = f"{label}, {count} concurrent"
-        try:
-            answer = worker.ask({"prompts": prompts, "output_len": output_len}, args.run_limit, what)
-            lengths = {len(ids) for ids in answer["token_ids"]}
-            if len(answer["token_ids"]) != count or lengths != {output_len}:
-                raise CannotRunError(f"{what}: outputs of {sorted(lengths)} tokens where {output_len} were asked for")
-        except CannotRunError as error:
-            worker.fail(str(error))
-            return
-        if label != "warm-up":
-            worker.info |= answer["counters"]
-            speed = count * output_len / answer["seconds"]
-            firsts = [ids[0] for ids in answer["token_ids"]]
-            worker.results.setdefault(count, []).append({"round": label, "tokens_per_s": speed, "first_tokens": firsts})
-            say(f"{NAMES[worker.name]}: {what}: {speed:.1f} output tokens/s")
+def run(worker: Worker, label: str, count: int, args: argparse.Namespace, vocab_size: int, output_len: int) -> None:
+    """One measurement of an engine. The result is kept, but for the warm-up's."""
+    prompts = make_prompts(args.seed, f"{label} {count}", count, args.input_len, vocab_size)
+    what = f"{label}, {count} concurrent"
+    try:
+        answer = worker.ask({"prompts": prompts, "output_len": output_len}, args.run_limit, what)
+        lengths = {len(ids) for ids in answer["token_ids"]}
+        if len(answer["token_ids"]) != count or lengths != {output_len}:
+            raise CannotRunError(f"{what}: outputs of {sorted(lengths)} tokens where {output_len} were asked for")
+    except CannotRunError as error:
+        worker.fail(str(error))
+        return
+    if label != "warm-up":
+        worker.info |= answer["counters"]
+        speed = count * output_len / answer["seconds"]
+        firsts = [ids[0] for ids in answer["token_ids"]]
+        worker.results.setdefault(count, []).append({"round": label, "tokens_per_s": speed, "first_tokens": firsts})
+        say(f"{NAMES[worker.name]}: {what}: {speed:.1f} output tokens/s")
 
 
 def measure(args: argparse.Namespace, workers: list[Worker]) -> None:
     vocab_size = min((worker.info["vocab_size"] for worker in workers if worker.failed is None), default=0)
     for worker in workers:
-        if worker.failed is None:
-            say(f"{NAMES[worker.name]}: warming up")
-            run(worker, "warm-up", args, vocab_size, min(WARM_UP_TOKENS, args.output_len))
+        say(f"{NAMES[worker.name]}: warming up")
+        for count in args.concurrency:
+            if worker.failed is None:
+                run(worker, "warm-up", count, args, vocab_size, min(WARM_UP_TOKENS, args.output_len))
     for number in range(args.rounds):
         first = number % len(workers)  # nobody always follows the same engine
-        for worker in workers[first:] + workers[:first]:
-            if worker.failed is None:
-                run(worker, f"round {number + 1}", args, vocab_size, args.output_len)
+        # Engines one after the other at each concurrency: a machine's speed drifts over minutes.
+        for count in args.concurrency:
+            for worker in workers[first:] + workers[:first]:
+                if worker.failed is None:
+                    run(worker, f"round {number + 1}", count, args, vocab_size, args.output_len)
 
 
 def machine(cpus: list[int]) -> dict[str, Any]:
@@ -478,8 +480,9 @@ def summarize(args: argparse.Namespace, about: dict[str, Any], workers: list[Wor
                 "rounds": [round(speed, 2) for speed in speeds],
             }
             if count in ours and worker.name != "jaxinfer":
-                our_speed = statistics.median(run["tokens_per_s"] for run in ours[count])
-                rows[count]["jaxinfer_over_peer"] = round(our_speed / statistics.median(speeds), 3)
+                our_speeds = {run["round"]: run["tokens_per_s"] for run in ours[count]}
+                ratios = [our_speeds[run["round"]] / run["tokens_per_s"] for run in runs if run["round"] in our_speeds]
+                rows[count]["jaxinfer_over_peer"] = round(statistics.median(ratios), 3)
                 rows[count]["same_first_token"] = [sum(a == b for a, b in pairs), len(pairs)]
         failed = {"failed": worker.failed} if worker.failed else {}
         engines[worker.name] = {**worker.info, **failed, "notes": worker.notes, "concurrency": rows}
@@ -539,7 +542,7 @@ def report(result: dict[str, Any], concurrency: list[int]) -> str:
     head = f"Output tokens/s, {result['input_len']} tokens in, {result['output_len']} out, greedy, {rounds}"
     parts = [about_line, head + "\n" + table(speeds)]
     if peers:
-        parts.append("Ratio of the medians, above 1 where jaxinfer is faster\n" + table(ratios))
+        parts.append("Ratio within a round (median), above 1 where jaxinfer is faster\n" + table(ratios))
     return "\n\n".join([*parts, table(details), "\n".join(remarks)])
 
 

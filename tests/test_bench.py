@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import tiny_checkpoints
 from jaxinfer.bench import throughput
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine, EngineState
-from jaxinfer.errors import InvalidArgumentError, JaxinferError, StepFailedError
+from jaxinfer.errors import InvalidArgumentError, JaxinferError, QueueFullError, StepFailedError
 from jaxinfer.types import Delta, Event, Finished, Request, SamplingParams
 
 CONTEXT, BUDGET = 64, 8
@@ -122,8 +123,23 @@ def test_a_request_that_fails_ends_it_with_its_error(engine: Engine, monkeypatch
     monkeypatch.setattr(engine.runner, where, failing)
     with pytest.raises(StepFailedError, match="out of luck"):
         throughput(engine, num_prompts=6, input_len=9, output_len=5, rounds=1)
+    assert engine.runner.recorded is None
     assert ask(engine, [5, 6, 7]) == before
     assert throughput(engine, num_prompts=2, input_len=3, output_len=2, rounds=1)["steps"] > 0
+
+
+@pytest.mark.timeout(120)
+def test_a_refused_request_ends_those_before_it(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine, "scheduler_config", replace(engine.scheduler_config, max_waiting=3))
+    with pytest.raises(QueueFullError):
+        throughput(engine, num_prompts=40, input_len=9, output_len=50, rounds=1)
+    monkeypatch.undo()
+    assert len(ask(engine, [5, 6, 7])) == 6
+    assert not engine._live
+
+
+def test_figures_of_one_step(engine: Engine):
+    assert throughput(engine, num_prompts=1, input_len=2, output_len=1, rounds=20)["steps"] == 1
 
 
 @pytest.mark.timeout(120)

@@ -48,6 +48,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_a_text(llm: LLM):
     (output,) = llm.generate(TEXT, GREEDY)
     assert output.prompt == TEXT
+    assert output.prompt_token_ids == llm.engine.tokenize(TEXT)
     assert output.finished
     (sample,) = output.outputs
     assert (sample.index, sample.finish_reason, sample.stop_reason) == (0, "length", None)
@@ -70,6 +71,11 @@ def test_all_forms_of_a_prompt_mean_the_same(llm: LLM):
     answers += [tokens(llm.generate([form], GREEDY)) for form in single]
     assert answers == [answers[0]] * 8
     assert tokens(llm.generate(single, GREEDY)) == answers[0] * 4
+
+
+def test_a_text_beside_its_token_ids_is_kept_for_the_output(llm: LLM):
+    (output,) = llm.generate({"prompt": "as written", "prompt_token_ids": [5, 6, 7]}, GREEDY)
+    assert (output.prompt, output.prompt_token_ids) == ("as written", [5, 6, 7])
 
 
 def test_control_tokens_in_a_text_count_only_if_asked_for(llm: LLM):
@@ -176,6 +182,12 @@ def test_logprobs(llm: LLM):
         ([5, "x"], "token_ids = 'x' .* integers"),
         ([5] * CONTEXT, "64 tokens.* at most 63 tokens"),
         ({"text": TEXT}, r"prompt = \{'text': 'hello world'\}"),
+        ({"prompt": TEXT, "multi_modal_data": {}}, "multi_modal_data"),
+        ({"prompt_token_ids": 5}, "prompt = .*5"),
+        ({"prompt_token_ids": "abc"}, "prompt = .*abc"),
+        ({"prompt": b"abc"}, "prompt = .*abc"),
+        ({}, "prompt = "),
+        (None, "prompts? = "),
     ],
 )
 def test_a_bad_prompt_is_refused_and_the_rest_goes_on(llm: LLM, prompt: Any, names: str):
@@ -185,6 +197,29 @@ def test_a_bad_prompt_is_refused_and_the_rest_goes_on(llm: LLM, prompt: Any, nam
     with pytest.raises(InvalidArgumentError, match=names):
         llm.generate([*PROMPTS, prompt], GREEDY)
     assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+def test_what_a_refused_prompt_leaves_behind_does_not_fill_the_queue(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(llm.engine, "scheduler_config", replace(llm.engine.scheduler_config, max_waiting=8))
+    for _ in range(5):
+        with pytest.raises(InvalidArgumentError):
+            llm.generate([*PROMPTS[:7], [999]], GREEDY)
+        assert len(llm.generate(PROMPTS[:8], GREEDY)) == 8
+
+
+def test_an_error_of_the_callers_ends_all_requests(llm: LLM):
+    def broken(done: int, total: int) -> None:
+        raise ValueError("not ours")
+
+    with pytest.raises(ValueError, match="not ours"):
+        llm.generate(PROMPTS, replace(GREEDY, max_tokens=None), on_progress=broken)
+    assert not llm.engine._live
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, 5, [GREEDY, {"temperature": 0}]])
+def test_parameters_of_another_type_are_refused(llm: LLM, params: Any):
+    with pytest.raises(InvalidArgumentError, match="sampling_params = "):
+        llm.generate([TEXT, "fox"], params)
 
 
 @pytest.mark.parametrize("messages", [[], [[]], [{"role": "user"}], [[*SAID, {"content": "x"}]]])
@@ -209,6 +244,12 @@ def test_a_wrong_number_of_parameters_is_refused(llm: LLM, count: int):
         ({"mesh": "wide=1"}, InvalidArgumentError, "mesh = 'wide=1'.*tensor"),
         ({"max_model_len": CONTEXT + 1}, InvalidArgumentError, "max_model_len = 65.*64"),
         ({"max_num_seqs": 0}, InvalidArgumentError, "max_num_seqs = 0"),
+        ({"max_num_seqs": "4"}, InvalidArgumentError, "max_num_seqs = '4'"),
+        ({"page_size": 0}, InvalidArgumentError, "page_size = 0"),
+        ({"page_size": -4}, InvalidArgumentError, "page_size = -4"),
+        ({"max_model_len": 0}, InvalidArgumentError, "max_model_len = 0"),
+        ({"kv_cache_bytes": 1000}, InvalidArgumentError, "kv_cache_bytes = 1000.*at least one page"),
+        ({"mesh": "tensor=²"}, InvalidArgumentError, "mesh = 'tensor=²'.*positive integer"),
         ({"tensor_parallel_size": 1}, InvalidArgumentError, "tensor_parallel_size = 1.*max_num_seqs"),
         ({"model": "no-such-model"}, ModelNotFoundError, "no-such-model"),
     ],

@@ -18,7 +18,7 @@ from engine_harness import Answer
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import executables
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.executables import ExecutableCache, compile_count
+from jaxinfer.engine.executables import ExecutableCache, compile_count, expected_compiles, stray_compile_count
 from jaxinfer.types import Request, SamplingParams
 
 SPEC = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -90,6 +90,22 @@ def test_a_folder_that_cannot_be_written_costs_only_a_warning(tmp_path: Path, ca
     with caplog.at_level(logging.WARNING):
         cache.store("triple", compiled(3))
     assert "could not store" in caplog.text
+
+
+def test_settings_of_the_host_alone_compile_nothing(tiny_config: EngineConfig, base: Engine, cache_dir: Path):
+    before = compile_count()
+    config = replace(tiny_config, max_waiting=3, prefix_caching=False)
+    Engine.start(config, cache_dir=cache_dir).close()
+    assert compile_count() == before
+
+
+def test_what_another_engine_compiles_at_its_start_is_no_stray():
+    before = stray_compile_count(), compile_count()
+    with expected_compiles():
+        compiled(5)
+    assert (stray_compile_count(), compile_count()) == (before[0], before[1] + 1)
+    compiled(7)
+    assert stray_compile_count() == before[0] + 1
 
 
 SECOND_START = """
