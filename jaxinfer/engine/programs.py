@@ -138,7 +138,7 @@ def load_or_compile(
     last_tokens = spec((scheduler.max_num_seqs + 1,))
     hidden = spec((scheduler.max_num_seqs, model.hidden_size), dtype)
     # The key holds all that shapes the program; the cache adds source, versions and device.
-    common = f"{model} {pool} {leaves}"
+    common = f"{model} {pool} {last_tokens} {leaves}"
     futures: list[Future[jax.stages.Compiled]] = []
 
     def make(name: str, function: Callable[..., Any], donated: tuple[int, ...], specs: tuple[Any, ...]) -> Any:

@@ -19,6 +19,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine import executables
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.executables import ExecutableCache, compile_count, expected_compiles, stray_compile_count
+from jaxinfer.kv_cache.pool import page_bytes
 from jaxinfer.types import Request, SamplingParams
 
 SPEC = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -97,6 +98,20 @@ def test_settings_of_the_host_alone_compile_nothing(tiny_config: EngineConfig, b
     config = replace(tiny_config, max_waiting=3, prefix_caching=False)
     Engine.start(config, cache_dir=cache_dir).close()
     assert compile_count() == before
+
+
+def test_engines_of_other_sizes_share_a_folder(tiny_config: EngineConfig, tmp_path: Path):
+    """Their pools are alike and their rows are not: neither may take the other's programs."""
+    for max_num_seqs in (8, 5, 8):
+        config = replace(
+            tiny_config, max_num_seqs=max_num_seqs, max_num_batched_tokens=8, kv_cache_bytes=100_000, max_model_len=100
+        )
+        with Engine.start(config, cache_dir=tmp_path) as engine:
+            answer = Answer("a")
+            params = SamplingParams(max_tokens=3, n=max_num_seqs, ignore_eos=True)
+            engine.submit(Request(request_id="a", params=params, token_ids=[5, 6, 7]), answer.sink)
+            assert len(answer.finished.ends) == max_num_seqs
+        assert engine.scheduler_config.num_pages == 100_000 // page_bytes(engine.model_config, 4, "float32")
 
 
 def test_what_another_engine_compiles_at_its_start_is_no_stray():
