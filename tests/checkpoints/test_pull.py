@@ -201,7 +201,8 @@ def test_an_interruption_leaves_nothing(tmp_path, monkeypatch, interruption):
 
 # A pull whose download takes forever, in a process of its own: argv is the cache and a file for the child's id.
 SLOW = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background start with it ignored
 sys.path[:0] = sys.argv[3:]
 from pathlib import Path
 from jaxinfer.checkpoints import pull as pulling
