@@ -280,7 +280,7 @@ def throughput(
     offline: OfflineOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Tokens per second, latencies, and how near the engine comes to the bare jitted step."""
+    """Tokens per second, latencies, and how near the engine comes to its bare programs."""
     from jaxinfer.bench import throughput as measure
 
     config = _engine_config(

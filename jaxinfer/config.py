@@ -112,8 +112,7 @@ class EngineConfig:
       kv_cache_bytes: memory of the page pool; None takes 1 GiB on a CPU, else what is left of the device's memory.
       prefix_caching: share full pages between equal prefixes.
       max_waiting: most requests that may wait.
-      scan_layers: roll the layers into one loop, which on CPUs compiles and runs faster; None
-        does so on CPUs.
+      scan_layers: roll the layers into one loop, which on CPUs compiles and runs faster; None does so there.
       compile_cache: keep compiled programs on disk.
     """
 

@@ -7,7 +7,7 @@ import os
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -152,14 +152,12 @@ class LLM:
                     (prompt, fields), param = todo.pop()
                     request_id = f"offline-{next(self._numbers)}"
                     request = Request(request_id=request_id, params=param, **fields)
-                    token_ids = list(self.engine.prompt_token_ids(request))
-                    request = replace(request, text=None, messages=None, token_ids=token_ids)
-                    self.engine.submit(request, partial(_post, events, request_id))
+                    token_ids = self.engine.submit(request, partial(_post, events, request_id))
                     live.add(request_id)
                     outputs[request_id] = RequestOutput(
                         request_id,
                         prompt,
-                        token_ids,
+                        list(token_ids),
                         [
                             CompletionOutput(index, logprobs=None if param.logprobs is None else [])
                             for index in range(param.n)

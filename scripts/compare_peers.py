@@ -435,7 +435,7 @@ def run(worker: Worker, label: str, count: int, args: argparse.Namespace, vocab_
 
 def measure(args: argparse.Namespace, workers: list[Worker]) -> None:
     vocab_size = min((worker.info["vocab_size"] for worker in workers if worker.failed is None), default=0)
-    for worker in workers:
+    for worker in [worker for worker in workers if worker.failed is None]:
         say(f"{NAMES[worker.name]}: warming up")
         for count in args.concurrency:
             if worker.failed is None:

@@ -186,38 +186,12 @@ class Engine:
         """Text of token ids."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def prompt_token_ids(self, request: Request) -> Sequence[int]:
-        """Token ids of a request's prompt, whichever form it came in.
-
-        Raises:
-          InvalidArgumentError: an empty text, an id that is not in the vocabulary, bad messages.
-        """
-        if request.token_ids is not None:
-            vocab = self.model_config.vocab_size
-            for token_id in request.token_ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
-                    raise InvalidArgumentError("token_ids", token_id, "integers")
-                if not 0 <= token_id < vocab:
-                    raise InvalidArgumentError("token_ids", token_id, f"0 to {vocab - 1} (the vocabulary has {vocab})")
-            return request.token_ids
-        if request.messages is not None:
-            return self.tokenize_chat(request.messages)
-        assert request.text is not None
-        if not request.text:
-            raise InvalidArgumentError("text", "", "at least one character")
-        if not request.parse_special and (found := self._control_string(request.text)):
-            logger.warning(
-                "request %s: the prompt holds the control token's string %r as plain text; set parse_special if it "
-                "is meant as the token",
-                request.request_id,
-                found,
-            )
-        return self.tokenize(request.text, parse_special=request.parse_special)
-
     # Requests.
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: Request, sink: Sink) -> Sequence[int]:
         """Starts a request; its events go to `sink`, on the loop thread, and end in one Finished or Failed.
+
+        Returns the prompt's token ids.
 
         Raises:
           InvalidArgumentError, RequestExistsError, QueueFullError, DrainingError, EngineDeadError: nothing was
@@ -225,7 +199,8 @@ class Engine:
         """
         self._enter(request)
         try:
-            live = self._make_live(request, sink)
+            prompt = self._prompt_ids(request)
+            live = self._make_live(request, prompt, sink)
             # Under the lock, so that an abort comes either before this (and is found here) or after it in the inbox,
             # and the end of the engine either before this (and is found here) or after it.
             with self._lock:
@@ -236,6 +211,7 @@ class Engine:
                 if request.request_id in self._aborted_early:
                     self._aborted_early.discard(request.request_id)
                     self._loop.abort(request.request_id)
+            return prompt
         except BaseException:
             with self._lock:
                 del self._live[request.request_id]
@@ -260,8 +236,7 @@ class Engine:
         if self._state is EngineState.DRAINING:
             raise DrainingError("the engine is shutting down")
 
-    def _make_live(self, request: Request, sink: Sink) -> LiveRequest:
-        prompt = self.prompt_token_ids(request)
+    def _make_live(self, request: Request, prompt: Sequence[int], sink: Sink) -> LiveRequest:
         if not prompt:
             raise InvalidArgumentError("prompt", "", "at least one token")
         longest = self.scheduler_config.max_model_len - 1
@@ -277,6 +252,29 @@ class Engine:
             priority=request.priority,
         )
         return LiveRequest(samples, self.tokenizer, sink)
+
+    def _prompt_ids(self, request: Request) -> Sequence[int]:
+        if request.token_ids is not None:
+            vocab = self.model_config.vocab_size
+            for token_id in request.token_ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
+                    raise InvalidArgumentError("token_ids", token_id, "integers")
+                if not 0 <= token_id < vocab:
+                    raise InvalidArgumentError("token_ids", token_id, f"0 to {vocab - 1} (the vocabulary has {vocab})")
+            return request.token_ids
+        if request.messages is not None:
+            return self.tokenize_chat(request.messages)
+        assert request.text is not None
+        if not request.text:
+            raise InvalidArgumentError("text", "", "at least one character")
+        if not request.parse_special and (found := self._control_string(request.text)):
+            logger.warning(
+                "request %s: the prompt holds the control token's string %r as plain text; set parse_special if it "
+                "is meant as the token",
+                request.request_id,
+                found,
+            )
+        return self.tokenize(request.text, parse_special=request.parse_special)
 
     def _control_string(self, text: str) -> str | None:
         ids = [part for part in self.tokenizer.split_control(text) if isinstance(part, int)]

@@ -59,11 +59,14 @@ class _Layout:
         where, shape, dtype = self._fields[name]
         return packed[where].view(dtype).reshape(shape)
 
-    def read(self, packed: jax.Array, name: str) -> jax.Array:
-        """A field of the buffer, inside a program."""
-        where, shape, dtype = self._fields[name]
-        flat = packed[where]
-        return (flat if dtype is np.int32 else lax.bitcast_convert_type(flat, dtype)).reshape(shape)
+    def read(self, packed: jax.Array) -> dict[str, jax.Array]:
+        """All fields by name, inside a program."""
+
+        def field(where: slice, shape: tuple[int, ...], dtype: type) -> jax.Array:
+            flat = packed[where]
+            return (flat if dtype is np.int32 else lax.bitcast_convert_type(flat, dtype)).reshape(shape)
+
+        return {name: field(*place) for name, place in self._fields.items()}
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,12 @@ class ForwardShape:
         return _Layout(
             [
                 ("num_seqs", (), np.int32),
-                ("token_ids", (T,), np.int32),
-                ("slots", (S,), np.int32),
-                ("page_table", (S, M), np.int32),
-                ("kv_lens", (S,), np.int32),
-                ("query_starts", (S + 1,), np.int32),
-                ("row_tokens", (self.max_num_seqs,), np.int32),
+                ("token_ids_T", (T,), np.int32),
+                ("slots_S", (S,), np.int32),
+                ("page_table_SM", (S, M), np.int32),
+                ("kv_lens_S", (S,), np.int32),
+                ("query_starts_S1", (S + 1,), np.int32),
+                ("row_tokens_R", (self.max_num_seqs,), np.int32),
             ]
         )
 
@@ -108,29 +111,20 @@ class ForwardShape:
         S, T = plan.num_seqs, plan.num_tokens
         ends = np.cumsum(plan.query_lens, dtype=np.int32)
         view("num_seqs")[...] = S
-        view("token_ids")[:T] = plan.token_ids
-        view("slots")[:S] = plan.slots
-        view("page_table")[:S, : plan.page_table.shape[1]] = plan.page_table
-        view("kv_lens")[:S] = plan.starts + plan.query_lens
-        starts = view("query_starts")
+        view("token_ids_T")[:T] = plan.token_ids
+        view("slots_S")[:S] = plan.slots
+        view("page_table_SM")[:S, : plan.page_table.shape[1]] = plan.page_table
+        view("kv_lens_S")[:S] = plan.starts + plan.query_lens
+        starts = view("query_starts_S1")
         starts[1 : S + 1] = ends
         starts[S + 1 :] = T
         rows = ends[plan.sampled] - 1
-        view("row_tokens")[: rows.size] = rows
+        view("row_tokens_R")[: rows.size] = rows
         return packed
 
     def unpack(self, packed: jax.Array) -> ForwardInputs:
         """The buffer's fields, inside the program."""
-        read = lambda name: self._layout.read(packed, name)
-        return ForwardInputs(
-            token_ids_T=read("token_ids"),
-            slots_S=read("slots"),
-            page_table_SM=read("page_table"),
-            kv_lens_S=read("kv_lens"),
-            query_starts_S1=read("query_starts"),
-            num_seqs=read("num_seqs"),
-            row_tokens_R=read("row_tokens"),
-        )
+        return ForwardInputs(**self._layout.read(packed))
 
 
 @dataclass(frozen=True)
@@ -149,14 +143,14 @@ class RowShape:
         R = (self.num_rows,)
         return _Layout(
             [
-                ("slots", R, np.int32),
-                ("temperature", R, np.float32),
-                ("top_p", R, np.float32),
-                ("top_k", R, np.int32),
-                ("min_p", R, np.float32),
-                ("seed", (*R, 2), np.uint32),
-                ("position", R, np.int32),
-                ("num_logprobs", R, np.int32),
+                ("slots_R", R, np.int32),
+                ("temperature_R", R, np.float32),
+                ("top_p_R", R, np.float32),
+                ("top_k_R", R, np.int32),
+                ("min_p_R", R, np.float32),
+                ("seed_R2", (*R, 2), np.uint32),
+                ("position_R", R, np.int32),
+                ("num_logprobs_R", R, np.int32),
             ]
         )
 
@@ -165,32 +159,21 @@ class RowShape:
         packed = np.zeros(self.size, np.int32)
         view = lambda name: self._layout.view(packed, name)
         # Padding belongs to nobody, is greedy and asks for no logprobs: it costs nothing.
-        view("slots")[:] = self.max_num_seqs
-        view("num_logprobs")[:] = -1
+        view("slots_R")[:] = self.max_num_seqs
+        view("num_logprobs_R")[:] = -1
         if plan is not None:
             which = np.flatnonzero(plan.sampled)
-            view("slots")[: which.size] = plan.slots[which]
+            view("slots_R")[: which.size] = plan.slots[which]
             # A sequence of n tokens samples the one at position n.
-            view("position")[: which.size] = plan.starts[which] + plan.query_lens[which]
-            for name in ("temperature", "top_p", "top_k", "min_p", "seed", "num_logprobs"):
-                view(name)[: which.size] = plan.sampling[name][which]
+            view("position_R")[: which.size] = plan.starts[which] + plan.query_lens[which]
+            for name in ("temperature_R", "top_p_R", "top_k_R", "min_p_R", "seed_R2", "num_logprobs_R"):
+                view(name)[: which.size] = plan.sampling[name.rpartition("_")[0]][which]
         return packed
 
     def unpack(self, packed: jax.Array) -> RowInputs:
         """The buffer's fields, inside the program."""
-        read = lambda name: self._layout.read(packed, name)
-        return RowInputs(
-            slots_R=read("slots"),
-            sampling=SamplingInputs(
-                temperature_R=read("temperature"),
-                top_p_R=read("top_p"),
-                top_k_R=read("top_k"),
-                min_p_R=read("min_p"),
-                seed_R2=read("seed"),
-                position_R=read("position"),
-                num_logprobs_R=read("num_logprobs"),
-            ),
-        )
+        fields = self._layout.read(packed)
+        return RowInputs(fields.pop("slots_R"), SamplingInputs(**fields))
 
 
 def resolve_tokens(inputs: ForwardInputs, last_tokens: jax.Array) -> jax.Array:

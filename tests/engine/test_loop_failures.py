@@ -311,6 +311,7 @@ def test_abort_while_a_bad_prompt_is_tokenized(house: House, monkeypatch: pytest
 @pytest.mark.parametrize("cancel", ["task", "event loop"])
 def test_a_client_that_goes_while_its_prompt_is_tokenized(house: House, monkeypatch: pytest.MonkeyPatch, cancel: str):
     slow = SlowTokenizer(house, monkeypatch)
+    resume = house.pause()  # so that no step overtakes the news that the client has gone
 
     async def client() -> None:
         async for _ in house.engine.stream(house.request("hello", request_id="gone", max_tokens=None)):
@@ -324,6 +325,9 @@ def test_a_client_that_goes_while_its_prompt_is_tokenized(house: House, monkeypa
             await task
         if cancel == "task":
             slow.go()
+            while house.engine._loop._inbox.qsize() < 2:  # the request and its abort
+                await asyncio.sleep(0.001)
+            resume()
             while house.engine._live:  # it was aborted: without that it would run for 120 tokens
                 await asyncio.sleep(0.001)
         else:  # asyncio.run waits for the thread, and closes the loop
@@ -331,12 +335,13 @@ def test_a_client_that_goes_while_its_prompt_is_tokenized(house: House, monkeypa
 
     begun = time.monotonic()
     asyncio.run(main())
+    resume()
     while house.engine._live:
         time.sleep(0.001)
         assert time.monotonic() - begun < TIMEOUT
     house.check_idle()
-    # Steps go on until the event loop or the broken sink gets to say so; unaborted it makes about 120 tokens.
-    assert house.engine.stats().output_tokens_total < 60
+    # One step may have been on its way.
+    assert house.engine.stats().output_tokens_total <= 3
 
 
 @pytest.mark.parametrize("how", ["closed", "died"])
