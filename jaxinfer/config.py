@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from jaxinfer.errors import InvalidArgumentError
 
+MIN_SCORING_ROWS = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
@@ -72,6 +74,7 @@ class SchedulerConfig:
       num_pages: pages in the pool that sequences may use.
       prefix_caching: whether full pages are kept and shared between equal prefixes.
       max_waiting: most requests that may wait; one more is refused.
+      max_waiting_tokens: most prompt tokens that may wait; one request alone always may.
     """
 
     max_num_seqs: int
@@ -81,9 +84,13 @@ class SchedulerConfig:
     num_pages: int
     prefix_caching: bool = True
     max_waiting: int = 1024
+    max_waiting_tokens: int = 1 << 20
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "max_waiting"):
+        for name in (
+            *("max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "max_waiting"),
+            "max_waiting_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(name, getattr(self, name), "a positive integer")
         if self.max_model_len < 2:
@@ -94,6 +101,11 @@ class SchedulerConfig:
                 self.max_num_batched_tokens,
                 f"at least max_num_seqs = {self.max_num_seqs}, so that every running sequence gets its token",
             )
+
+    @property
+    def max_rows(self) -> int:
+        """Most logits of a step: one for each running sequence, and some at least to score prompts by."""
+        return max(self.max_num_seqs, min(MIN_SCORING_ROWS, self.max_num_batched_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +124,8 @@ class EngineConfig:
       kv_cache_bytes: memory of the page pool; None takes 1 GiB on a CPU, else what is left of the device's memory.
       prefix_caching: share full pages between equal prefixes.
       max_waiting: most requests that may wait.
+      max_waiting_tokens: most prompt tokens that may wait, of all requests together; one request alone always may.
+      stuck_after_s: seconds at one step after which the engine counts as stuck until the step ends.
       scan_layers: roll the layers into one loop, which on CPUs compiles and runs faster; None does so there.
       compile_cache: keep compiled programs on disk.
     """
@@ -127,14 +141,21 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     prefix_caching: bool = True
     max_waiting: int = 1024
+    max_waiting_tokens: int = 1 << 20
+    stuck_after_s: float = 8.0
     scan_layers: bool | None = None
     compile_cache: bool = True
 
     def __post_init__(self) -> None:
-        least = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "page_size": 1, "max_waiting": 1}
+        least = {
+            **{"max_num_seqs": 1, "max_num_batched_tokens": 1, "page_size": 1, "max_waiting": 1},
+            "max_waiting_tokens": 1,
+        }
         for name, low in {**least, "max_model_len": 2, "kv_cache_bytes": 1}.items():
             value = getattr(self, name)
             if value is None and name not in least:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise InvalidArgumentError(name, value, f"an integer of at least {low}")
+        if not isinstance(self.stuck_after_s, (int, float)) or not self.stuck_after_s > 0:
+            raise InvalidArgumentError("stuck_after_s", self.stuck_after_s, "a number of seconds above 0")

@@ -51,9 +51,16 @@ class RequestExistsError(JaxinferError):
 
 
 class QueueFullError(JaxinferError):
-    """The bounded queue of waiting requests is full; try again later."""
+    """The bounded queue of waiting requests is full; try again after about `retry_after_s` seconds."""
 
     code = "queue_full"
+    retry_after_s: float | None = None
+
+
+class DeadlineExceededError(JaxinferError, TimeoutError):
+    """The request's time ran out, or would have before its first token; what it had started was ended."""
+
+    code = "deadline_exceeded"
 
 
 class RequestFailedError(JaxinferError):
@@ -72,6 +79,12 @@ class NotCompiledError(JaxinferError):
     """A step asked for a program outside the closed list that warm-up compiled (a bug; counted, never hidden)."""
 
     code = "not_compiled"
+
+
+class EngineStuckError(JaxinferError):
+    """The device has been at one step for too long; nothing new is taken until it goes on."""
+
+    code = "engine_stuck"
 
 
 class EngineDeadError(JaxinferError):

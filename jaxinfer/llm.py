@@ -20,7 +20,7 @@ from jaxinfer.checkpoints.source import default_cache_dir
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine, Progress
 from jaxinfer.errors import InvalidArgumentError
-from jaxinfer.types import Delta, Event, Failed, Finished, PositionLogprobs, Request, SamplingParams
+from jaxinfer.types import Delta, Event, Failed, Finished, PositionLogprobs, PromptLogprobs, Request, SamplingParams
 
 
 @dataclass
@@ -43,6 +43,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  # None at the first position: nothing predicts it
     num_cached_tokens: int = 0
     finished: bool = False
 
@@ -201,6 +202,9 @@ def _post(events: queue.SimpleQueue[tuple[str, list[Event]]], request_id: str, b
 
 def _take(output: RequestOutput, event: Event) -> bool:
     """Adds an event to the output; True if it was the last."""
+    if isinstance(event, PromptLogprobs):
+        output.prompt_logprobs = [None, *event.positions]
+        return False
     if isinstance(event, Delta):
         sample = output.outputs[event.index]
         sample.text += event.text

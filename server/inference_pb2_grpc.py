@@ -5,7 +5,7 @@ import warnings
 
 from server import inference_pb2 as server_dot_inference__pb2
 
-GRPC_GENERATED_VERSION = '1.80.0'
+GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class InferenceStub(object):
+class InferenceStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -38,6 +38,11 @@ class InferenceStub(object):
                 '/jaxinfer.v1.Inference/Generate',
                 request_serializer=server_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=server_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.UnaryGenerate = channel.unary_unary(
+                '/jaxinfer.v1.Inference/UnaryGenerate',
+                request_serializer=server_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=server_dot_inference__pb2.UnaryGenerateResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/jaxinfer.v1.Inference/Tokenize',
@@ -66,13 +71,20 @@ class InferenceStub(object):
                 _registered_method=True)
 
 
-class InferenceServicer(object):
+class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
         """Generates from one prompt. The stream holds any number of Delta, then exactly one Finished and the status OK; or
         else it ends with an error status, without Finished. Cancelling the call, or losing the connection, aborts the
         request at once, as does a deadline that passes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnaryGenerate(self, request, context):
+        """As Generate, for callers that want the whole at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,6 +133,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=server_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=server_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'UnaryGenerate': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnaryGenerate,
+                    request_deserializer=server_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=server_dot_inference__pb2.UnaryGenerateResponse.SerializeToString,
+            ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=server_dot_inference__pb2.TokenizeRequest.FromString,
@@ -154,7 +171,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Inference(object):
+class Inference:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -174,6 +191,33 @@ class Inference(object):
             '/jaxinfer.v1.Inference/Generate',
             server_dot_inference__pb2.GenerateRequest.SerializeToString,
             server_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnaryGenerate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Inference/UnaryGenerate',
+            server_dot_inference__pb2.GenerateRequest.SerializeToString,
+            server_dot_inference__pb2.UnaryGenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -166,7 +166,15 @@ def test_logprobs(llm: LLM):
         assert 0 >= position.top[0].logprob >= position.top[1].logprob >= position.top[2].logprob
     (sample,) = llm.generate(TEXT, replace(GREEDY, logprobs=0))[0].outputs
     assert sample.logprobs is not None
-    assert [len(position.top) for position in sample.logprobs] == [0] * 6
+    assert [position.top for position in sample.logprobs] == [(position.chosen,) for position in sample.logprobs]
+
+
+def test_prompt_logprobs(llm: LLM):
+    output = llm.generate(TEXT, replace(GREEDY, prompt_logprobs=2, n=2))[0]
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [each.chosen.token_id for each in output.prompt_logprobs[1:]] == output.prompt_token_ids[1:]
+    assert llm.generate(TEXT, GREEDY)[0].prompt_logprobs is None
 
 
 # What is refused.

@@ -7,7 +7,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
@@ -26,10 +27,12 @@ from jaxinfer.engine.loop import EngineLoop
 from jaxinfer.engine.programs import load_or_compile
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.sequence import make_samples
+from jaxinfer.engine.sequence import NO_WORDS, make_samples
 from jaxinfer.errors import (
+    DeadlineExceededError,
     DrainingError,
     EngineDeadError,
+    EngineStuckError,
     InvalidArgumentError,
     QueueFullError,
     RequestExistsError,
@@ -37,9 +40,11 @@ from jaxinfer.errors import (
 )
 from jaxinfer.kv_cache.pool import page_bytes
 from jaxinfer.models.decoder import DecoderStructure, decoder_structure
+from jaxinfer.sampling.logit_rules import rules_bytes
+from jaxinfer.text.bad_words import bad_word_rows
 from jaxinfer.text.chat import encode_chat
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import EngineStats, Event, Failed, Finished, Request
+from jaxinfer.types import EngineStats, Event, Failed, Finished, Request, SamplingParams
 from sharding.mesh import MeshConfig, MeshError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +52,7 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KV_CACHE_BYTES = 1 << 30
 START_THREADS = 2  # a compilation is part serial, part parallel: two at once keep a few cores busy
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0  # of the hint in a refusal
 DEVICE_MEMORY_FRACTION = 0.9  # of an accelerator's memory, weights and pages together; the rest is temporaries
 
 # (stage, done, total): stages are "download", "load" (bytes) and "warm-up" (programs).
@@ -58,6 +64,7 @@ class EngineState(StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    STUCK = "stuck"  # at one step for too long; ready again when the step ends
     DRAINING = "draining"
     DEAD = "dead"
 
@@ -70,19 +77,30 @@ class Engine:
       startup_seconds: what each part of the start took.
     """
 
-    def __init__(self, name: str, model: ModelConfig, scheduler: SchedulerConfig, tokenizer: Tokenizer, runner: Runner):
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        scheduler: SchedulerConfig,
+        tokenizer: Tokenizer,
+        runner: Runner,
+        *,
+        stuck_after_s: float = EngineConfig().stuck_after_s,
+    ):
+        self._stuck_after_s = stuck_after_s
         self.model_name, self.model_config, self.scheduler_config = name, model, scheduler
         self.tokenizer, self.runner = tokenizer, runner
         self.startup_seconds: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._live: dict[str, LiveRequest | None] = {}  # None while its prompt is being tokenized
         self._aborted_early: set[str] = set()  # aborted in that time
-        self._waiting = 0
+        self._waiting = self._waiting_tokens = 0  # requests that have not started, and tokens of their prompts
+        self._starts: deque[float] = deque(maxlen=32)  # when the last of them started
         self._state = EngineState.STARTING
         self._death: EngineDeadError | None = None
-        eos = dict.fromkeys((*model.eos_token_ids, *tokenizer.eos_token_ids))
+        self._eos = tuple(dict.fromkeys((*model.eos_token_ids, *tokenizer.eos_token_ids)))
         self._loop = EngineLoop(
-            Scheduler(scheduler, tuple(eos)),
+            Scheduler(scheduler, self._eos),
             runner,
             on_start=self._on_start,
             on_end=self._on_end,
@@ -141,7 +159,7 @@ class Engine:
             runner = Runner(programs(), structure.flatten(weights))
             runner.warm_up()
             clock.lap("warm-up")
-            engine = cls(config.model, model, scheduler, tokenizer.result(), runner)
+            engine = cls(config.model, model, scheduler, tokenizer.result(), runner, stuck_after_s=config.stuck_after_s)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
         engine.startup_seconds = clock.laps
@@ -166,6 +184,8 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
+        if self._state is EngineState.READY and self._loop.seconds_without_progress > self._stuck_after_s:
+            return EngineState.STUCK
         return self._state
 
     def stats(self) -> EngineStats:
@@ -194,12 +214,16 @@ class Engine:
         Returns the prompt's token ids.
 
         Raises:
-          InvalidArgumentError, RequestExistsError, QueueFullError, DrainingError, EngineDeadError: nothing was
-            started, and `sink` will not be called.
+          InvalidArgumentError, RequestExistsError, QueueFullError, DeadlineExceededError, DrainingError,
+            EngineStuckError, EngineDeadError: nothing was started, and `sink` will not be called.
         """
         self._enter(request)
+        num_tokens = 0
         try:
+            self._check_params(request.params)
             prompt = self._prompt_ids(request)
+            self._enter_tokens(len(prompt))
+            num_tokens = len(prompt)
             live = self._make_live(request, prompt, sink)
             # Under the lock, so that an abort comes either before this (and is found here) or after it in the inbox,
             # and the end of the engine either before this (and is found here) or after it.
@@ -217,6 +241,7 @@ class Engine:
                 del self._live[request.request_id]
                 self._aborted_early.discard(request.request_id)
                 self._waiting -= 1
+                self._waiting_tokens -= num_tokens
             raise
 
     def _enter(self, request: Request) -> None:
@@ -224,17 +249,51 @@ class Engine:
             self._check_open()
             if request.request_id in self._live:
                 raise RequestExistsError(f"request {request.request_id!r} is live already")
+            if request.timeout_s is not None and request.timeout_s <= 0:
+                raise DeadlineExceededError("the request's time is over already")
             limit = self.scheduler_config.max_waiting
             if self._waiting >= limit:
-                raise QueueFullError(f"{self._waiting} requests are waiting, the limit is {limit}; try again later")
+                raise self._queue_full(f"{self._waiting} requests are waiting, the limit is {limit}")
+            self._enter_tokens(0)  # before the prompt is tokenized, which takes time
             self._live[request.request_id] = None
             self._waiting += 1
+
+    def _enter_tokens(self, count: int) -> None:
+        with self._lock:
+            limit, waiting = self.scheduler_config.max_waiting_tokens, self._waiting_tokens
+            if waiting and waiting + max(count, 1) > limit:
+                raise self._queue_full(f"{waiting} prompt tokens are waiting, {count} more are over the limit, {limit}")
+            self._waiting_tokens += count
+
+    def _queue_full(self, why: str) -> QueueFullError:
+        """With a hint: the time in which a tenth of the queue starts, as things went lately."""
+        starts = self._starts
+        interval = (time.monotonic() - starts[0]) / len(starts) if starts else 1.0
+        error = QueueFullError(f"{why}; try again later")
+        error.retry_after_s = min(max(interval * self._waiting / 10, MIN_RETRY_S), MAX_RETRY_S)
+        return error
 
     def _check_open(self) -> None:
         if self._state is EngineState.DEAD:
             raise self._death or EngineDeadError("the engine is closed")
         if self._state is EngineState.DRAINING:
             raise DrainingError("the engine is shutting down")
+        if self.state is EngineState.STUCK:
+            seconds = self._loop.seconds_without_progress
+            raise EngineStuckError(
+                f"the device has been at one step for {seconds:.0f} s; nothing new is taken meanwhile"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """What depends on the model."""
+        vocab = self.model_config.vocab_size
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            _check_vocabulary(name, getattr(params, name) or (), vocab)
+        if params.allowed_token_ids is not None and params.min_tokens:
+            ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos)}
+            if ends.issuperset(params.allowed_token_ids):
+                allowed = "a token that does not end the output too, since min_tokens is set"
+                raise InvalidArgumentError("allowed_token_ids", list(params.allowed_token_ids), allowed)
 
     def _make_live(self, request: Request, prompt: Sequence[int], sink: Sink) -> LiveRequest:
         if not prompt:
@@ -250,17 +309,15 @@ class Engine:
             request.params,
             seed=secrets.randbits(64) if seed is None else seed,
             priority=request.priority,
+            banned_words=bad_word_rows(self.tokenizer, request.params.bad_words)
+            if request.params.bad_words
+            else NO_WORDS,
         )
-        return LiveRequest(samples, self.tokenizer, sink)
+        return LiveRequest(samples, self.tokenizer, sink, request.timeout_s)
 
     def _prompt_ids(self, request: Request) -> Sequence[int]:
         if request.token_ids is not None:
-            vocab = self.model_config.vocab_size
-            for token_id in request.token_ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
-                    raise InvalidArgumentError("token_ids", token_id, "integers")
-                if not 0 <= token_id < vocab:
-                    raise InvalidArgumentError("token_ids", token_id, f"0 to {vocab - 1} (the vocabulary has {vocab})")
+            _check_vocabulary("token_ids", request.token_ids, self.model_config.vocab_size)
             return request.token_ids
         if request.messages is not None:
             return self.tokenize_chat(request.messages)
@@ -367,14 +424,19 @@ class Engine:
 
     def _on_start(self, live: LiveRequest) -> None:
         with self._lock:
-            self._waiting -= 1
+            self._no_longer_waits(live)
+            self._starts.append(time.monotonic())
 
     def _on_end(self, live: LiveRequest) -> None:
         with self._lock:
             if not live.started:
-                self._waiting -= 1
+                self._no_longer_waits(live)
             if self._live.get(live.request_id) is live:
                 del self._live[live.request_id]
+
+    def _no_longer_waits(self, live: LiveRequest) -> None:
+        self._waiting -= 1
+        self._waiting_tokens -= live.num_prompt_tokens
 
     def _on_death(self, error: EngineDeadError) -> None:
         with self._lock:
@@ -390,6 +452,14 @@ class _Clock:
         now = time.perf_counter()
         self.laps[name] = round(now - self._last, 2)
         self._last = now
+
+
+def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
+            raise InvalidArgumentError(name, token_id, "integers")
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgumentError(name, token_id, f"0 to {vocab_size - 1} (the vocabulary has {vocab_size})")
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -431,7 +501,8 @@ def _scheduler_config(
     per_page = page_bytes(model, config.page_size, dtype)
     budget = config.kv_cache_bytes
     if budget is None:
-        budget = _pool_memory(mesh.devices.flat[0], structure.num_bytes)
+        rules = rules_bytes(config.max_num_seqs + 1, model.vocab_size)
+        budget = _pool_memory(mesh.devices.flat[0], structure.num_bytes + rules)
     num_pages = budget // per_page
     if num_pages < 1:
         raise InvalidArgumentError("kv_cache_bytes", budget, f"at least one page, {per_page} bytes")
@@ -445,12 +516,13 @@ def _scheduler_config(
         num_pages=min(num_pages, most),
         prefix_caching=config.prefix_caching,
         max_waiting=config.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
     )
 
 
-def _pool_memory(device: jax.Device, weight_bytes: int) -> int:
-    """Bytes the pool may take on a device that is to hold the weights too."""
+def _pool_memory(device: jax.Device, other_bytes: int) -> int:
+    """Bytes the pool may take on a device that is to hold the weights and the rest of the state too."""
     stats = device.memory_stats()
     if device.platform == "cpu" or not stats:
         return CPU_KV_CACHE_BYTES
-    return int(stats["bytes_limit"] * DEVICE_MEMORY_FRACTION) - stats["bytes_in_use"] - weight_bytes
+    return int(stats["bytes_limit"] * DEVICE_MEMORY_FRACTION) - stats["bytes_in_use"] - other_bytes

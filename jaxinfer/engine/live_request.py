@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from jaxinfer.engine.scheduler import NewToken
+from jaxinfer.engine.scheduler import NewToken, ScoredPrompt
 from jaxinfer.engine.sequence import Sequence
-from jaxinfer.text.detokenizer import Detokenizer, Piece
+from jaxinfer.errors import DeadlineExceededError
+from jaxinfer.text.detokenizer import Detokenizer, Piece, TokensOnly
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import (
     Delta,
@@ -16,6 +17,7 @@ from jaxinfer.types import (
     Finished,
     FinishReason,
     PositionLogprobs,
+    PromptLogprobs,
     SampleEnd,
     StepTokens,
     Timings,
@@ -28,28 +30,45 @@ type Sink = Callable[[list[Event]], None]
 
 
 class LiveRequest:
-    """Turns a request's tokens into events. Used by the loop thread alone, once it is submitted."""
+    """Turns a request's tokens into events. Used by the loop thread alone, once it is submitted.
 
-    def __init__(self, samples: list[Sequence], tokenizer: Tokenizer, sink: Sink):
+    Attributes:
+      deadline: by `time.monotonic`, when it ends with DeadlineExceededError; None is never.
+    """
+
+    def __init__(self, samples: list[Sequence], tokenizer: Tokenizer, sink: Sink, timeout_s: float | None = None):
         first = samples[0]
         self.request_id, self.samples, self._sink = first.request_id, samples, sink
         params = first.params
         prompt = first.prompt_token_ids.tolist()
-        self._texts = [
+        self._texts: list[Detokenizer | TokensOnly] = [
             Detokenizer(
                 tokenizer,
                 stop=params.stop_strings,
                 skip_special_tokens=params.skip_special_tokens,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
                 prompt_ids=prompt,
             )
+            if params.detokenize
+            else TokensOnly()
             for _ in samples
         ]
+        # Sent whole, before the first token; None once sent, or where they are not asked for.
+        self._prompt_logprobs: list[PositionLogprobs] | None = None if params.prompt_logprobs is None else []
         self._logprobs: list[list[PositionLogprobs]] = [[] for _ in samples]
         self._ends: dict[int, SampleEnd] = {}
         self._arrival = time.monotonic()
+        self.deadline = None if timeout_s is None else self._arrival + timeout_s
+        self._timeout_s = timeout_s
         self._started: float | None = None
         self._first_token: float | None = None
         self._over = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.samples[0].num_prompt_tokens
 
     @property
     def started(self) -> bool:
@@ -59,8 +78,28 @@ class LiveRequest:
         """The first step that computes it has been planned."""
         self._started = time.monotonic()
 
+    def timed_out(self) -> DeadlineExceededError:
+        """What tells that its time ran out."""
+        where = "before its first token" if self._first_token is None else "while it was generated"
+        return DeadlineExceededError(f"the request's {self._timeout_s:g} s ran out {where}")
+
+    def score(self, scored: ScoredPrompt, tokens: StepTokens) -> None:
+        """Takes in log-probabilities of the prompt, in order of position."""
+        assert self._prompt_logprobs is not None
+        assert tokens.scored is not None
+        count = scored.sequence.params.prompt_logprobs or 0
+        rows = range(scored.first, scored.first + scored.num_tokens)
+        self._prompt_logprobs += [_position_logprobs(tokens.scored, row, count) for row in rows]
+
     def push(self, new: NewToken, tokens: StepTokens) -> tuple[list[Event], str | None]:
         """Takes in a token; returns events to send, and the stop string it completed, if one."""
+        events, stop = self._push(new, tokens)
+        if self._prompt_logprobs is not None:
+            events.insert(0, PromptLogprobs(tuple(self._prompt_logprobs)))
+            self._prompt_logprobs = None
+        return events, stop
+
+    def _push(self, new: NewToken, tokens: StepTokens) -> tuple[list[Event], str | None]:
         if self._first_token is None:
             self._first_token = time.monotonic()
         sequence = new.sequence
@@ -68,18 +107,19 @@ class LiveRequest:
         if tokens.logprobs is not None and sequence.params.logprobs is not None:
             waiting.append(_position_logprobs(tokens, new.row, sequence.params.logprobs))
         if new.finish is FinishReason.STOP:
-            # An end token's text is not part of the output, its id is.
-            piece = text.flush()
+            # An end token's text is not part of the output unless asked for, its id is.
+            if sequence.params.include_stop_str_in_output:
+                piece = _join(text.push(new.token_id), text.flush())
+            else:
+                piece = text.flush()
+                piece = piece._replace(token_ids=(*piece.token_ids, new.token_id))
             stop = new.token_id if piece.stop is None else piece.stop
-            piece = piece._replace(token_ids=(*piece.token_ids, new.token_id))
             return self._finish(sequence, piece, new.finish, stop), None
         pushed = text.push(new.token_id)
         if pushed is not None and pushed.stop is not None:
             return self._finish(sequence, pushed, FinishReason.STOP, pushed.stop), pushed.stop
         if new.finish is not None:
-            rest = text.flush()
-            if pushed is not None:
-                rest = Piece(pushed.text + rest.text, pushed.token_ids + rest.token_ids, rest.stop)
+            rest = _join(pushed, text.flush())
             # The end of the text may decide that a stop string stands.
             reason = new.finish if rest.stop is None else FinishReason.STOP
             return self._finish(sequence, rest, reason, rest.stop), None
@@ -127,6 +167,12 @@ class LiveRequest:
         return Finished(ends, usage, Timings(since(self._started), since(self._first_token), now - self._arrival))
 
 
+def _join(first: Piece | None, rest: Piece) -> Piece:
+    if first is None:
+        return rest
+    return Piece(first.text + rest.text, first.token_ids + rest.token_ids, first.stop or rest.stop)
+
+
 def _position_logprobs(tokens: StepTokens, row: int, count: int) -> PositionLogprobs:
     assert tokens.logprobs is not None
     assert tokens.ranks is not None
@@ -134,4 +180,7 @@ def _position_logprobs(tokens: StepTokens, row: int, count: int) -> PositionLogp
     assert tokens.top_logprobs is not None
     chosen = TokenLogprob(int(tokens.token_ids[row]), float(tokens.logprobs[row]), int(tokens.ranks[row]))
     pairs = zip(tokens.top_ids[row, :count].tolist(), tokens.top_logprobs[row, :count].tolist(), strict=True)
-    return PositionLogprobs(chosen, tuple(TokenLogprob(i, value, rank) for rank, (i, value) in enumerate(pairs, 1)))
+    top = [TokenLogprob(i, value, rank) for rank, (i, value) in enumerate(pairs, 1)]
+    if all(each.token_id != chosen.token_id for each in top):
+        top.append(chosen)
+    return PositionLogprobs(chosen, tuple(top))

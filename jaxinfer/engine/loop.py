@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import queue
 import threading
@@ -11,7 +13,7 @@ from collections.abc import Callable
 
 from jaxinfer.engine.live_request import LiveRequest
 from jaxinfer.engine.runner import Flight, Runner
-from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.scheduler import NewToken, Scheduler, ScoredPrompt
 from jaxinfer.errors import EngineDeadError, JaxinferError, RequestFailedError, StepFailedError
 from jaxinfer.types import EngineStats, Event, Failed, Finished, FinishReason, StepPlan, StepTokens
 
@@ -19,12 +21,17 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row; then the device is taken for lost
 RATE_SECONDS = 10.0
+AUDIT_AFTER_S = 0.05  # of idleness: not between two requests that follow each other
 
 
 class EngineLoop:
     """Plans, dispatches, reads, commits, and sends events, a step ahead of the tokens.
 
     `on_start` and `on_end` hear of each request once, on this thread; `on_death` of the loop dying of an error.
+
+    Attributes:
+      stats: as of the last step.
+      audit_breaches: idle moments at which the page books did not add up.
     """
 
     def __init__(
@@ -41,8 +48,15 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[str, LiveRequest] = {}
         self._not_started: dict[str, LiveRequest] = {}
+        self._deadlines: list[tuple[float, int, LiveRequest]] = []  # a heap; those of ended requests stay until due
+        self._numbers = itertools.count()
         self._stopping = self._dead = False
+        self._progress_at: float | None = None  # when the loop last began a step; None while it is idle
+        self._step_seconds = 0.0  # the last step's
+        self.audit_breaches = 0
+        self._audited_steps = 0
         self._failed_steps = 0
+        self._waiting_tokens = 0  # prompt tokens of those not started
         self._steps = self._prompt_tokens = self._output_tokens = self._cached_tokens = 0
         self._host_seconds = 0.0
         self._rate: deque[tuple[float, int]] = deque()
@@ -51,6 +65,12 @@ class EngineLoop:
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def seconds_without_progress(self) -> float:
+        """Since the step it is in began; 0 while it is idle. From any thread."""
+        since = self._progress_at
+        return 0.0 if since is None else time.monotonic() - since
 
     # Messages, from any thread.
 
@@ -97,12 +117,16 @@ class EngineLoop:
     def _run(self) -> None:
         flight: Flight | None = None
         while True:
-            idle = flight is None and not self._scheduler.has_unfinished
-            if idle:
-                self.stats = self._snapshot()
-            self._take_messages(block=idle)
+            if flight is None and not self._scheduler.has_unfinished:
+                self._wait()
+            self._take_messages()
             if self._stopping:
                 return
+            self._expire()
+            now = time.monotonic()
+            if self._progress_at is not None:
+                self._step_seconds = now - self._progress_at
+            self._progress_at = now
             begun = time.perf_counter()
             waited = 0.0
             plan = self._scheduler.plan()
@@ -131,13 +155,54 @@ class EngineLoop:
             flight = following
             self._host_seconds += time.perf_counter() - begun - waited
 
-    def _take_messages(self, block: bool) -> None:
+    def _wait(self) -> None:
+        """Until there is a message, which is taken. Nothing runs meanwhile, so the page books must add up."""
+        self._progress_at = None
+        self._deadlines.clear()
+        self.stats = self._snapshot()
+        try:
+            message = self._inbox.get(timeout=AUDIT_AFTER_S)
+        except queue.Empty:
+            if self._steps > self._audited_steps:
+                self._audit()
+            message = self._inbox.get()
+        message()
+
+    def _take_messages(self) -> None:
         try:
             while True:
-                self._inbox.get(block=block)()
-                block = False
+                self._inbox.get_nowait()()
         except queue.Empty:
             pass
+
+    def _audit(self) -> None:
+        self._audited_steps = self._steps
+        pages = self._scheduler.pages
+        try:
+            self._scheduler.audit()
+            if pages.num_in_use:
+                raise JaxinferError(f"{pages.num_in_use} pages are in use while nothing runs")
+        except JaxinferError as error:
+            self.audit_breaches += 1
+            logger.error("idle audit: %s", error)
+        self.stats = self._snapshot()
+
+    def _expire(self) -> None:
+        """Ends requests whose time is over, and those that wait and would get no step before it is."""
+        now = time.monotonic()
+        running = []
+        while self._deadlines and self._deadlines[0][0] <= now + self._step_seconds:
+            entry = heapq.heappop(self._deadlines)
+            deadline, _, live = entry
+            if self._live.get(live.request_id) is not live:
+                continue
+            if live.started and deadline > now:
+                running.append(entry)
+                continue
+            self._scheduler.abort(live.request_id)
+            self._end(live, live.timed_out())
+        for entry in running:
+            heapq.heappush(self._deadlines, entry)
 
     def _dispatch(self, plan: StepPlan) -> Flight:
         flight = self._runner.dispatch(plan)
@@ -145,27 +210,33 @@ class EngineLoop:
         if self._not_started:
             for live in [live for live in self._not_started.values() if live.samples[0].last_step >= 0]:
                 live.start()
-                del self._not_started[live.request_id]
+                self._no_longer_waits(live)
                 self._prompt_tokens += live.samples[0].num_prompt_tokens
                 self._cached_tokens += live.samples[0].num_cached_tokens
                 self._on_start(live)
         return flight
 
     def _commit(self, flight: Flight, tokens: StepTokens) -> None:
-        new_tokens = self._scheduler.commit(flight.plan, tokens)
-        for new in new_tokens:
-            live = self._live.get(new.sequence.request_id)
+        num_tokens = 0
+        for result in self._scheduler.commit(flight.plan, tokens):
+            live = self._live.get(result.sequence.request_id)
             if live is None:  # failed by an earlier sample's token of this step
                 continue
             try:
-                events, stop = live.push(new, tokens)
-                if stop is not None:
-                    self._scheduler.finish(new.sequence, FinishReason.STOP, stop)
-                self._send(live, events)
+                if isinstance(result, ScoredPrompt):
+                    live.score(result, tokens)
+                elif result.token_id < 0:
+                    self._end(live, _no_token(result))
+                else:
+                    num_tokens += 1
+                    events, stop = live.push(result, tokens)
+                    if stop is not None:
+                        self._scheduler.finish(result.sequence, FinishReason.STOP, stop)
+                    self._send(live, events)
             except Exception as error:
                 self._request_failed(live, error)
-        self._output_tokens += len(new_tokens)
-        self._rate.append((time.monotonic(), len(new_tokens)))
+        self._output_tokens += num_tokens
+        self._rate.append((time.monotonic(), num_tokens))
         self.stats = self._snapshot()
 
     # What may go wrong.
@@ -195,17 +266,25 @@ class EngineLoop:
     def _send(self, live: LiveRequest, events: list[Event]) -> None:
         """Hands events to the client's side; a request that ends is forgotten first, so that its id is free again."""
         if events and isinstance(events[-1], (Finished, Failed)) and self._live.pop(live.request_id, None) is live:
-            self._not_started.pop(live.request_id, None)
+            if live.request_id in self._not_started:
+                self._no_longer_waits(live)
             self._on_end(live)
         live.send(events)
+
+    def _no_longer_waits(self, live: LiveRequest) -> None:
+        del self._not_started[live.request_id]
+        self._waiting_tokens -= live.num_prompt_tokens
 
     # Messages, on the loop thread.
 
     def _add(self, live: LiveRequest) -> None:
         self._live[live.request_id] = self._not_started[live.request_id] = live
+        self._waiting_tokens += live.num_prompt_tokens
         try:
             if not self._dead:
                 self._scheduler.add(live.samples)
+                if live.deadline is not None:
+                    heapq.heappush(self._deadlines, (live.deadline, next(self._numbers), live))
         except JaxinferError as error:
             self._end(live, error)
 
@@ -247,4 +326,14 @@ class EngineLoop:
             steps_total=self._steps,
             compiles_after_warmup=self._runner.compiles_after_warm_up,
             host_ms_per_step=1e3 * self._host_seconds / max(self._steps, 1),
+            waiting_tokens=self._waiting_tokens,
+            audit_breaches_total=self.audit_breaches,
         )
+
+
+def _no_token(new: NewToken) -> RequestFailedError:
+    at = len(new.sequence.output_token_ids)
+    return RequestFailedError(
+        f"no token can be chosen at output position {at} of sample {new.sequence.index}: allowed_token_ids, bad_words, "
+        "min_tokens and logit_bias leave none, or the model's logits are not numbers"
+    )

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 
 from jaxinfer.config import ModelConfig, SchedulerConfig
 from jaxinfer.engine.executables import ExecutableCache, expected_compiles
-from jaxinfer.engine.step_inputs import ForwardShape, RowShape, resolve_tokens
+from jaxinfer.engine.step_inputs import EntryShape, ForwardShape, RowShape, resolve_tokens
 from jaxinfer.kv_cache.pool import COPIES_PER_CALL, copy_pages, pool_spec
 from jaxinfer.models.decoder import DecoderStructure
+from jaxinfer.sampling.logit_rules import SlotRules, count_tokens, rules_shapes, set_slot
 from jaxinfer.sampling.sampler import SampledTokens, sample
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.reference import token_positions
@@ -29,20 +30,24 @@ from pallas_kernels.paged_attention.reference import token_positions
 class Programs:
     """What the runner runs; shapes are in order of size.
 
-    The device state they pass on is the pool (donated; see `kv_cache.pool`) and the last tokens ([max_num_seqs + 1]
-    int32: what each slot sampled last, with a last entry that is nobody's).
+    The device state they pass on is the pool (donated; see `kv_cache.pool`), the last tokens ([max_num_seqs + 1]
+    int32: what each slot sampled last, with a last entry that is nobody's) and the slots' rules (donated; see
+    `sampling.logit_rules`).
 
     Attributes:
       forward: by shape; (leaves, pool, last tokens, packed inputs) -> (pool, hidden states of the rows).
-      sample: by shape; (leaves, hidden states, last tokens, packed rows) -> (last tokens, sampled).
+      sample: by shape; (leaves, hidden states, last tokens, rules, packed rows) -> (last tokens, rules, sampled).
+      enter: (rules, packed entry) -> rules.
       copy: (pool, copies [COPIES_PER_CALL, 2]) -> pool.
-      empty_state: () -> (pool, last tokens).
+      empty_state: () -> (pool, last tokens, rules).
     """
 
     forward: dict[ForwardShape, jax.stages.Compiled]
     sample: dict[RowShape, jax.stages.Compiled]
+    enter: jax.stages.Compiled
     copy: jax.stages.Compiled
     empty_state: jax.stages.Compiled
+    entry_shape: EntryShape
 
 
 def _sizes(most: int) -> list[int]:
@@ -55,14 +60,14 @@ def forward_shapes(scheduler: SchedulerConfig) -> list[ForwardShape]:
     """One for each number of packed tokens, up to the step's budget."""
     max_pages_per_seq = -(-scheduler.max_model_len // scheduler.page_size)
     return [
-        ForwardShape(size, scheduler.max_num_seqs, max_pages_per_seq)
+        ForwardShape(size, scheduler.max_num_seqs, scheduler.max_rows, max_pages_per_seq)
         for size in _sizes(scheduler.max_num_batched_tokens)
     ]
 
 
 def row_shapes(scheduler: SchedulerConfig) -> list[RowShape]:
-    """One for each number of sampled rows, up to the number of sequences."""
-    return [RowShape(size, scheduler.max_num_seqs) for size in _sizes(scheduler.max_num_seqs)]
+    """One for each number of rows, sampled and scored, up to the most of a step."""
+    return [RowShape(size, scheduler.max_num_seqs) for size in _sizes(scheduler.max_rows)]
 
 
 def make_forward(structure: DecoderStructure, model: ModelConfig, shape: ForwardShape) -> Callable[..., Any]:
@@ -101,12 +106,13 @@ def make_sample(structure: DecoderStructure, shape: RowShape) -> Callable[..., A
     """Sampling for one shape, as `Programs` has it."""
 
     def sample_rows(
-        leaves: tuple[jax.Array, ...], hidden_RD: jax.Array, last_tokens: jax.Array, packed: jax.Array
-    ) -> tuple[jax.Array, SampledTokens]:
+        leaves: tuple[jax.Array, ...], hidden_RD: jax.Array, last_tokens: jax.Array, rules: SlotRules, packed: jax.Array
+    ) -> tuple[jax.Array, SlotRules, SampledTokens]:
         rows = shape.unpack(packed)
         logits_RV = structure.merge(leaves).logits(hidden_RD[: shape.num_rows])
-        sampled = sample(logits_RV, rows.sampling)
-        return last_tokens.at[rows.slots_R].set(sampled.token_R), sampled
+        sampled = sample(logits_RV, rows.sampling, rules)
+        rules = count_tokens(rules, rows.slots_R, sampled.token_R)
+        return last_tokens.at[rows.slots_R].set(sampled.token_R), rules, sampled
 
     return sample_rows
 
@@ -130,15 +136,24 @@ def load_or_compile(
       progress: gets (programs done, in all), from any of the threads.
     """
 
-    def spec(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def spec(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
     leaves = tuple(spec(weight.shape, weight.dtype) for weight in structure.specs.values())
     pool = spec(pool_spec(model, scheduler.num_pages, scheduler.page_size, dtype).shape, dtype)
     last_tokens = spec((scheduler.max_num_seqs + 1,))
-    hidden = spec((scheduler.max_num_seqs, model.hidden_size), dtype)
+    hidden = spec((scheduler.max_rows, model.hidden_size), dtype)
+    rules = SlotRules(*(spec(*each) for each in rules_shapes(scheduler.max_num_seqs + 1, model.vocab_size)))
+    entry = EntryShape(model.vocab_size)
+
+    def enter(rules: SlotRules, packed: jax.Array) -> SlotRules:
+        return set_slot(rules, *entry.unpack(packed))
+
+    def empty_state() -> tuple[jax.Array, jax.Array, SlotRules]:
+        return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), (pool, last_tokens, rules))
+
     # The key holds all that shapes the program; the cache adds source, versions and device.
-    common = f"{model} {pool} {last_tokens} {leaves}"
+    common = f"{model} {pool} {last_tokens} {rules} {leaves}"
     futures: list[Future[jax.stages.Compiled]] = []
 
     def make(name: str, function: Callable[..., Any], donated: tuple[int, ...], specs: tuple[Any, ...]) -> Any:
@@ -156,14 +171,15 @@ def load_or_compile(
         futures.append(threads.submit(make, name, function, donated, specs))
         return futures[-1]
 
-    empty = start("empty", lambda: (jnp.zeros(pool.shape, pool.dtype), jnp.zeros(last_tokens.shape, jnp.int32)))
+    empty = start("empty", empty_state)
+    entering = start("enter", enter, rules, spec((entry.size,)), donated=(0,))
     copy = start("copy", copy_pages, pool, spec((COPIES_PER_CALL, 2)), donated=(0,))
     forward = {
         s: start(f"{s}", make_forward(structure, model, s), leaves, pool, last_tokens, spec((s.size,)), donated=(1,))
         for s in forward_shapes(scheduler)
     }
     samples = {
-        s: start(f"{s}", make_sample(structure, s), leaves, hidden, last_tokens, spec((s.size,)))
+        s: start(f"{s}", make_sample(structure, s), leaves, hidden, last_tokens, rules, spec((s.size,)), donated=(3,))
         for s in row_shapes(scheduler)
     }
     for future in futures:
@@ -171,6 +187,8 @@ def load_or_compile(
     return lambda: Programs(
         {shape: future.result() for shape, future in forward.items()},
         {shape: future.result() for shape, future in samples.items()},
+        entering.result(),
         copy.result(),
         empty.result(),
+        entry,
     )

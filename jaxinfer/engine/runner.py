@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,8 +13,9 @@ from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.step_inputs import ForwardShape, RowShape
 from jaxinfer.errors import NotCompiledError
 from jaxinfer.kv_cache.pool import COPIES_PER_CALL
+from jaxinfer.sampling.logit_rules import SlotRules
 from jaxinfer.sampling.sampler import SampledTokens
-from jaxinfer.types import StepPlan, StepTokens
+from jaxinfer.types import MAX_BAD_WORD_TOKENS, SlotEntry, StepPlan, StepTokens
 
 
 class Flight(NamedTuple):
@@ -45,6 +47,7 @@ class Runner:
         self._programs, self.leaves = programs, leaves
         self.pool: jax.Array
         self._last_tokens: jax.Array
+        self._rules: SlotRules
         self._compiles_at_warm_up: int | None = None
         self.recorded: list[StepBuffers] | None = None
 
@@ -60,12 +63,15 @@ class Runner:
         for number, shape in enumerate(self._programs.forward):
             self._run(StepBuffers((shape, np.zeros(shape.size, np.int32)), rows[min(number, len(rows) - 1)]))
         self._copy_pages(np.zeros((1, 2), np.int32))
+        nothing = np.zeros(0, np.int32)
+        no_words = np.zeros((0, MAX_BAD_WORD_TOKENS), np.int32)
+        self._enter(SlotEntry(0, nothing, nothing, nothing, nothing, nothing, None, no_words))
         jax.block_until_ready((self.pool, self._last_tokens))
         self._compiles_at_warm_up = stray_compile_count()
 
     def reset(self) -> None:
         """A new, empty state; all pages lose their content."""
-        self.pool, self._last_tokens = self._programs.empty_state()
+        self.pool, self._last_tokens, self._rules = self._programs.empty_state()
 
     def dispatch(self, plan: StepPlan) -> Flight:
         """Starts the step and returns at once.
@@ -74,14 +80,16 @@ class Runner:
           NotCompiledError: no program holds as many tokens (counted as an engine bug).
         """
         shape = next((shape for shape in self._programs.forward if shape.fits(plan)), None)
-        num_rows = np.count_nonzero(plan.sampled)
+        num_rows = plan.num_rows
         row_shape = next((shape for shape in self._programs.sample if shape.num_rows >= num_rows), None)
         if shape is None or row_shape is None:
             raise NotCompiledError(
-                f"no program holds a step of {plan.num_tokens} tokens of {plan.num_seqs} sequences, {num_rows} sampled"
+                f"no program holds a step of {plan.num_tokens} tokens of {plan.num_seqs} sequences, {num_rows} rows"
             )
         if len(plan.page_copies):
             self._copy_pages(plan.page_copies)
+        for entry in plan.entries:
+            self._enter(entry)
         rows = (row_shape, row_shape.pack(plan)) if num_rows else None
         buffers = StepBuffers((shape, shape.pack(plan)), rows)
         if self.recorded is not None:
@@ -96,8 +104,13 @@ class Runner:
             return hidden_RD, None
         row_shape, packed_rows = buffers.rows
         sample = self._programs.sample[row_shape]
-        self._last_tokens, sampled = sample(self.leaves, hidden_RD, self._last_tokens, packed_rows)
+        self._last_tokens, self._rules, sampled = sample(
+            self.leaves, hidden_RD, self._last_tokens, self._rules, packed_rows
+        )
         return hidden_RD, sampled
+
+    def _enter(self, entry: SlotEntry) -> None:
+        self._rules = self._programs.enter(self._rules, self._programs.entry_shape.pack(entry))
 
     def _copy_pages(self, copies: np.ndarray) -> None:
         for first in range(0, len(copies), COPIES_PER_CALL):
@@ -120,9 +133,12 @@ class Runner:
         if sampled is None:
             jax.block_until_ready(hidden_RD)
             return StepTokens(np.zeros(plan.num_seqs, np.int32))
+        if len(plan.scored):
+            part = slice(which.size, plan.num_rows)
+            return _tokens(sampled, by_sequence, _tokens(sampled, lambda rows: np.asarray(rows)[part]))
         if (plan.sampling["num_logprobs"][which] < 0).all():
             return StepTokens(by_sequence(sampled.token_R))
-        return StepTokens(*map(by_sequence, sampled))
+        return _tokens(sampled, by_sequence)
 
     def replay(self, recorded: list[StepBuffers]) -> None:
         """Runs recorded inputs back to back, as fast as the device goes, and waits for the end.
@@ -132,3 +148,16 @@ class Runner:
         for buffers in recorded:
             self._run(buffers)
         jax.block_until_ready((self.pool, self._last_tokens))
+
+
+def _tokens(
+    sampled: SampledTokens, pick: Callable[[jax.Array], np.ndarray], scored: StepTokens | None = None
+) -> StepTokens:
+    return StepTokens(
+        token_ids=pick(sampled.token_R),
+        logprobs=pick(sampled.logprob_R),
+        ranks=pick(sampled.rank_R),
+        top_ids=pick(sampled.top_ids_RX),
+        top_logprobs=pick(sampled.top_logprobs_RX),
+        scored=scored,
+    )

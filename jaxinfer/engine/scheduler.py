@@ -27,18 +27,29 @@ from jaxinfer.config import SchedulerConfig
 from jaxinfer.engine.sequence import Sequence, Status
 from jaxinfer.errors import InvalidArgumentError, JaxinferError, QueueFullError, RequestExistsError
 from jaxinfer.kv_cache.blocks import PageAllocator
-from jaxinfer.types import SAMPLING_ROW, FinishReason, StepPlan, StepTokens
+from jaxinfer.types import MAX_INT32, SAMPLING_ROW, FinishReason, SlotEntry, StepPlan, StepTokens
 
 MAX_PLANS_IN_FLIGHT = 2
 
 
 class NewToken(NamedTuple):
-    """A token that came out of a step: whose it is, its row in the plan, and why it was the last, if it was."""
+    """A token that came out of a step: whose it is, its row in the plan, and why it was the last, if it was.
+
+    A token id of -1 says that none could be chosen; its request has then been ended, with all its samples.
+    """
 
     sequence: Sequence
     token_id: int
     row: int
     finish: FinishReason | None
+
+
+class ScoredPrompt(NamedTuple):
+    """Prompt tokens whose log-probabilities came out of a step: those of its scored ones from row `first` on."""
+
+    sequence: Sequence
+    first: int
+    num_tokens: int
 
 
 # A row of a plan: its sequence computes positions `start` to `end`; whether that samples a token; and the page
@@ -51,6 +62,7 @@ class _InFlight(NamedTuple):
 
     plan: StepPlan
     rows: list[_Row]
+    scored: list[ScoredPrompt]
     leaving: list[tuple[list[int], int]]
 
 
@@ -77,6 +89,9 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # both lists are sorted by `order`
         self._running: list[Sequence] = []
         self._in_flight: deque[_InFlight] = deque()
+        self._spare_rows = 0  # of the plan being made
+        self._scores = False  # the same, as the next
+        self._entering: list[SlotEntry] = []
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         # What a plan needs of each slot, kept up to date so that a plan is a few NumPy gathers.
         self._page_table = np.zeros((config.max_num_seqs, self.max_pages_per_seq), np.int32)
@@ -216,6 +231,9 @@ class Scheduler:
             raise RuntimeError("commit a plan first: two are in flight")
         rows: list[_Row] = []
         page_size, budget = self.config.page_size, self.config.max_num_batched_tokens
+        # A row of logits is kept for each running sequence; the rest may score prompts.
+        self._spare_rows = self.config.max_rows - len(self._running)
+        self._entering, self._scores = [], False
 
         # Decodes. The budget covers them all. Preemption takes from the tail, which has no row yet.
         prefills = []
@@ -238,10 +256,10 @@ class Scheduler:
         self._admit(rows, copies, budget)
         return self._give_out(rows, copies) if rows else None
 
-    def commit(self, plan: StepPlan, tokens: StepTokens) -> list[NewToken]:
-        """Take in what the oldest plan in flight sampled, and hand back the pages that waited for it.
+    def commit(self, plan: StepPlan, tokens: StepTokens) -> list[ScoredPrompt | NewToken]:
+        """Take in what the oldest plan in flight sampled and scored, and hand back the pages that waited for it.
 
-        Tokens of sequences that ended meanwhile are dropped. A preempted sequence keeps its token.
+        What is of sequences that ended meanwhile is dropped. A preempted sequence keeps its token.
 
         Raises:
           ValueError: `plan` is not the oldest in flight.
@@ -250,7 +268,11 @@ class Scheduler:
             raise ValueError(f"step {plan.step} is not the oldest in flight")
         flight = self._in_flight.popleft()
         page_size, caching = self.config.page_size, self.config.prefix_caching
-        new_tokens = []
+        results: list[ScoredPrompt | NewToken] = []
+        for scored in flight.scored:
+            if not scored.sequence.finished:
+                scored.sequence.next_scored += scored.num_tokens
+                results.append(scored)
         ids = tokens.token_ids.tolist()
         for number, (sequence, start, end, sampled, page_ids) in enumerate(flight.rows):
             if sequence.status is Status.FINISHED:
@@ -260,6 +282,10 @@ class Scheduler:
             if not sampled:
                 continue
             token_id = ids[number]
+            if token_id < 0:
+                self.abort(sequence.request_id)
+                results.append(NewToken(sequence, token_id, number, FinishReason.ABORT))
+                continue
             sequence.output_token_ids.append(token_id)
             finish: FinishReason | None = None
             if token_id in sequence.end_token_ids:
@@ -268,9 +294,9 @@ class Scheduler:
             elif end + 1 >= sequence.max_total_tokens:
                 finish = FinishReason.LENGTH
                 self.finish(sequence, finish)
-            new_tokens.append(NewToken(sequence, token_id, number, finish))
+            results.append(NewToken(sequence, token_id, number, finish))
         self._retire(flight)
-        return new_tokens
+        return results
 
     # Inside a plan.
 
@@ -278,6 +304,13 @@ class Scheduler:
         """Add a row with as many of the sequence's known tokens as the budget allows; returns their number."""
         start = sequence.num_computed_tokens
         end = min(sequence.num_tokens, start + budget)
+        if sequence.scores_prompt:
+            first = max(start + 1, sequence.next_scored)
+            if first < sequence.num_prompt_tokens:
+                # Each token predicts the next, and each prediction is a row; one row is this sequence's own.
+                end = min(end, first + self._spare_rows)
+                self._spare_rows -= max(end - first, 0)
+                self._scores = True
         rows.append((sequence, start, end, end == sequence.num_tokens, sequence.page_ids))
         return end - start
 
@@ -306,7 +339,7 @@ class Scheduler:
     def _admit(self, rows: list[_Row], copies: list[tuple[int, int]], budget: int) -> None:
         """Give slots and pages to waiting sequences, in order, while there are slots, pages and budget."""
         pages, page_size, position = self.pages, self.config.page_size, 0
-        while position < len(self._waiting) and self._free_slots and budget > 0:
+        while position < len(self._waiting) and self._free_slots and budget > 0 and self._spare_rows > 0:
             # So that nobody is admitted only to be preempted, each running sequence keeps a page to grow into.
             spare = pages.num_available - len(self._running)
             sequence = self._waiting[position]
@@ -352,6 +385,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, page_ids: list[int], num_computed_tokens: int) -> None:
         """A waiting sequence, taken from the queue, runs."""
+        self._spare_rows -= 1
         sequence.status = Status.RUNNING
         sequence.page_ids = page_ids
         sequence.num_computed_tokens = num_computed_tokens
@@ -362,8 +396,15 @@ class Scheduler:
         params, seed = sequence.params, sequence.seed
         num_logprobs = -1 if params.logprobs is None else params.logprobs
         words = (seed >> 32, seed & 0xFFFFFFFF)  # high, low: as JAX's own keys are laid out
-        top_k = max(params.top_k, 0)
-        self._sampling[slot] = (params.temperature, params.top_p, top_k, params.min_p, words, num_logprobs)
+        num_prompt_logprobs = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        min_position = min(sequence.num_prompt_tokens + params.min_tokens, MAX_INT32)
+        self._sampling[slot] = (
+            *(params.temperature, params.top_p, max(params.top_k, 0), params.min_p, words),
+            *(num_logprobs, num_prompt_logprobs, *penalties, min_position, sequence.ruled),
+        )
+        if sequence.ruled:
+            self._entering.append(sequence.slot_entry())
 
     def _give_out(self, rows: list[_Row], copies: list[tuple[int, int]]) -> StepPlan:
         """Turn rows into a plan in flight, and advance the counts of their sequences."""
@@ -381,6 +422,7 @@ class Scheduler:
         chunk_ids = [sequence.token_slice(start, end) for sequence, start, end, *_ in chunks]
 
         rows = singles + chunks
+        scored, scored_ids = self._score(rows) if self._scores else ([], _NOTHING_SCORED)
         for sequence, _, end, sampled, _ in rows:
             sequence.num_computed_tokens = end
             sequence.num_tokens += sampled
@@ -398,10 +440,29 @@ class Scheduler:
             sampled=np.array([row[3] for row in rows], np.bool_),
             sampling=self._sampling[slots],
             page_copies=np.array(copies, np.int32).reshape(-1, 2),
+            scored=scored_ids,
+            entries=tuple(self._entering),
         )
         self._step += 1
-        self._in_flight.append(_InFlight(plan, rows, []))
+        self._in_flight.append(_InFlight(plan, rows, scored, []))
         return plan
+
+    def _score(self, rows: list[_Row]) -> tuple[list[ScoredPrompt], np.ndarray]:
+        """The prompt tokens that these rows score: whose, and as a plan has them."""
+        prompts: list[ScoredPrompt] = []
+        parts = [_NOTHING_SCORED]
+        total = 0
+        for number, (sequence, start, end, *_) in enumerate(rows):
+            if not sequence.scores_prompt:
+                continue
+            first, last = max(start + 1, sequence.next_scored), min(end, sequence.num_prompt_tokens - 1)
+            if first <= last:
+                positions = np.arange(first, last + 1, dtype=np.int32)
+                ids = sequence.prompt_token_ids[first : last + 1]
+                parts.append(np.stack([np.full_like(positions, number), positions, ids], axis=1))
+                prompts.append(ScoredPrompt(sequence, total, len(positions)))
+                total += len(positions)
+        return prompts, np.concatenate(parts)
 
     # Giving up pages and slots.
 
@@ -436,6 +497,9 @@ class Scheduler:
         keys = sequence.keys_of_pages(last, self.config.page_size)
         for number in range(first, last):
             self.pages.register(page_ids[number], keys[number])
+
+
+_NOTHING_SCORED = np.zeros((0, 3), np.int32)
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:

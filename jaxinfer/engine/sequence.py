@@ -8,9 +8,10 @@ from enum import Enum, auto
 import numpy as np
 
 from jaxinfer.kv_cache.prefix import page_key, root_key
-from jaxinfer.types import FinishReason, SamplingParams
+from jaxinfer.types import MAX_BAD_WORD_TOKENS, FinishReason, SamplingParams, SlotEntry
 
 _MASK64 = (1 << 64) - 1
+NO_WORDS = np.zeros((0, MAX_BAD_WORD_TOKENS), np.int32)
 
 
 class Status(Enum):
@@ -41,6 +42,8 @@ class Sequence:
       order: (priority, arrival, index): who runs first; who is preempted last.
       max_total_tokens: where max_tokens, the context or the pool end it: prompt and output together.
       end_token_ids: tokens that end it.
+      banned_words: [B, MAX_BAD_WORD_TOKENS] int32: its `bad_words` as tokens, padded with -1 in front.
+      next_scored: the first prompt position whose log-probability is asked for and not read back yet.
       last_step: the newest plan that touches its pages, -1 before the first.
     """
 
@@ -68,10 +71,25 @@ class Sequence:
     order: tuple[int, int, int] = (0, 0, 0)
     max_total_tokens: int = 0
     end_token_ids: frozenset[int] = frozenset()
+    banned_words: np.ndarray = field(default_factory=lambda: NO_WORDS)
+    next_scored: int = 1
     last_step: int = -1
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_tokens = len(self.prompt_token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed; sample 0 does it for all."""
+        asked = self.params.prompt_logprobs is not None and self.leader is None
+        return asked and self.next_scored < self.num_prompt_tokens
+
+    @property
+    def ruled(self) -> bool:
+        """Whether its logits are changed before a token is chosen (see `sampling.logit_rules`)."""
+        params = self.params
+        changed = params.penalizes or params.logit_bias or params.allowed_token_ids is not None
+        return bool(changed or params.min_tokens or len(self.banned_words))
 
     @property
     def num_known_tokens(self) -> int:
@@ -95,6 +113,21 @@ class Sequence:
         outputs = np.array(self.output_token_ids[max(start - prompt_len, 0) : end - prompt_len], np.int32)
         return outputs if start >= prompt_len else np.concatenate([self.prompt_token_ids[start:], outputs])
 
+    def slot_entry(self) -> SlotEntry:
+        """What the device has to know of it at its start, or when it starts again."""
+        bias = self.params.logit_bias or {}
+        allowed = self.params.allowed_token_ids
+        return SlotEntry(
+            slot=self.slot,
+            prompt_token_ids=self.prompt_token_ids,
+            output_token_ids=np.array(self.output_token_ids, np.int32),
+            end_token_ids=np.array(sorted(self.end_token_ids), np.int32),
+            bias_token_ids=np.array(list(bias), np.int32),
+            bias=np.array(list(bias.values()), np.float32),
+            allowed_token_ids=None if allowed is None else np.array(allowed, np.int32),
+            banned_words=self.banned_words,
+        )
+
     def keys_of_pages(self, count: int, page_size: int) -> list[bytes]:
         """Prefix keys of at least the first `count` pages, which must be full of known tokens."""
         keys = self.page_keys
@@ -116,9 +149,12 @@ def make_samples(
     seed: int,
     priority: int = 0,
     cache_namespace: bytes = b"",
-    use_prefix_cache: bool = True,
+    banned_words: np.ndarray = NO_WORDS,
 ) -> list[Sequence]:
-    """The `params.n` sequences of one request; `seed` is the request's (drawn before, if the client gave none)."""
+    """The `params.n` sequences of one request; `seed` is the request's (drawn before, if the client gave none).
+
+    Where log-probabilities of the prompt are asked for, all of it is computed: what a cached page holds has none.
+    """
     prompt = np.ascontiguousarray(prompt_token_ids, dtype=np.int32)
     samples: list[Sequence] = []
     for index in range(params.n):
@@ -132,7 +168,8 @@ def make_samples(
                 priority=priority,
                 leader=samples[0] if samples else None,
                 cache_namespace=cache_namespace,
-                use_prefix_cache=use_prefix_cache,
+                use_prefix_cache=params.prompt_logprobs is None,
+                banned_words=banned_words,
             )
         )
     return samples

@@ -1,4 +1,5 @@
-"""A `StepPlan`, padded to compiled shapes and packed into int32 buffers: one for the forward pass, one for sampling.
+"""A `StepPlan`, padded to compiled shapes and packed into int32 buffers: one for the forward pass, one for sampling,
+and one for each sequence that starts with rules for its logits.
 
 T packed tokens, S sequences, M pages of a sequence, R sampled rows.
 """
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxinfer.sampling.logit_rules import RuleInputs, SlotRules, rules_shapes
 from jaxinfer.sampling.sampler import SamplingInputs
-from jaxinfer.types import StepPlan
+from jaxinfer.types import SlotEntry, StepPlan
 
 # (name, shape, dtype) of what a buffer holds, in order.
 type _Fields = list[tuple[str, tuple[int, ...], type]]
@@ -25,7 +27,7 @@ class ForwardInputs(NamedTuple):
     """What a forward pass takes, besides weights and device state.
 
     A token id of -1 stands for the token its slot sampled last. Rows name the tokens whose hidden states are given
-    on to be sampled from, several of a sequence if need be; there are always max_num_seqs of them.
+    on to be sampled from, several of a sequence if need be; there are always max_rows of them.
     """
 
     token_ids_T: jax.Array
@@ -75,6 +77,7 @@ class ForwardShape:
 
     num_tokens: int
     max_num_seqs: int
+    max_rows: int
     max_pages_per_seq: int
 
     @property
@@ -97,7 +100,7 @@ class ForwardShape:
                 ("page_table_SM", (S, M), np.int32),
                 ("kv_lens_S", (S,), np.int32),
                 ("query_starts_S1", (S + 1,), np.int32),
-                ("row_tokens_R", (self.max_num_seqs,), np.int32),
+                ("row_tokens_R", (self.max_rows,), np.int32),
             ]
         )
 
@@ -119,7 +122,12 @@ class ForwardShape:
         starts[1 : S + 1] = ends
         starts[S + 1 :] = T
         rows = ends[plan.sampled] - 1
-        view("row_tokens_R")[: rows.size] = rows
+        row_tokens = view("row_tokens_R")
+        row_tokens[: rows.size] = rows
+        if len(plan.scored):
+            sequence, position = plan.scored[:, 0], plan.scored[:, 1]
+            # The token before it is what it is predicted from.
+            row_tokens[rows.size : plan.num_rows] = starts[sequence] + position - 1 - plan.starts[sequence]
         return packed
 
     def unpack(self, packed: jax.Array) -> ForwardInputs:
@@ -151,29 +159,98 @@ class RowShape:
                 ("seed_R2", (*R, 2), np.uint32),
                 ("position_R", R, np.int32),
                 ("num_logprobs_R", R, np.int32),
+                ("target_R", R, np.int32),
+                ("ruled_R", R, np.int32),
+                ("min_position_R", R, np.int32),
+                ("presence_penalty_R", R, np.float32),
+                ("frequency_penalty_R", R, np.float32),
+                ("repetition_penalty_R", R, np.float32),
             ]
         )
 
     def pack(self, plan: StepPlan | None) -> np.ndarray:
-        """The plan's sampled rows as int32 [size]; they must fit. None has no rows."""
+        """The plan's sampled rows, then its scored ones, as int32 [size]; they must fit. None has no rows."""
         packed = np.zeros(self.size, np.int32)
         view = lambda name: self._layout.view(packed, name)
         # Padding belongs to nobody, is greedy and asks for no logprobs: it costs nothing.
         view("slots_R")[:] = self.max_num_seqs
         view("num_logprobs_R")[:] = -1
+        view("target_R")[:] = -1
         if plan is not None:
             which = np.flatnonzero(plan.sampled)
             view("slots_R")[: which.size] = plan.slots[which]
             # A sequence of n tokens samples the one at position n.
             view("position_R")[: which.size] = plan.starts[which] + plan.query_lens[which]
-            for name in ("temperature_R", "top_p_R", "top_k_R", "min_p_R", "seed_R2", "num_logprobs_R"):
+            for name in _ROW_FIELDS:
                 view(name)[: which.size] = plan.sampling[name.rpartition("_")[0]][which]
+            if len(plan.scored):
+                # Nobody's too: what is scored is not sampled.
+                scored = slice(which.size, plan.num_rows)
+                view("target_R")[scored] = plan.scored[:, 2]
+                view("num_logprobs_R")[scored] = plan.sampling["num_prompt_logprobs"][plan.scored[:, 0]]
         return packed
 
     def unpack(self, packed: jax.Array) -> RowInputs:
         """The buffer's fields, inside the program."""
         fields = self._layout.read(packed)
-        return RowInputs(fields.pop("slots_R"), SamplingInputs(**fields))
+        slots_R = fields.pop("slots_R")
+        rules = RuleInputs(slots_R, *(fields.pop(name) for name in RuleInputs._fields[1:]))
+        return RowInputs(slots_R, SamplingInputs(**fields, rules=rules))
+
+
+_ROW_FIELDS = (
+    *("temperature_R", "top_p_R", "top_k_R", "min_p_R", "seed_R2", "num_logprobs_R", "ruled_R", "min_position_R"),
+    *("presence_penalty_R", "frequency_penalty_R", "repetition_penalty_R"),
+)
+
+
+@dataclass(frozen=True)
+class EntryShape:
+    """The sizes a slot's entry of `SlotRules` has."""
+
+    vocab_size: int
+
+    @property
+    def size(self) -> int:
+        return self._layout.size
+
+    @cached_property
+    def _layout(self) -> _Layout:
+        fields = zip(SlotRules._fields, rules_shapes(1, self.vocab_size), strict=True)
+        return _Layout([("slot", (), np.int32), *((name, shape[1:], dtype) for name, (shape, dtype) in fields)])
+
+    def pack(self, entry: SlotEntry) -> np.ndarray:
+        """The entry as int32 [size]."""
+        packed = np.zeros(self.size, np.int32)
+        view = lambda name: self._layout.view(packed, name)
+        V = self.vocab_size
+        view("slot")[...] = entry.slot
+        view("counts_SV")[:] = np.bincount(entry.output_token_ids, minlength=V)
+        view("prompt_SW")[:] = _bits(entry.prompt_token_ids, V)
+        view("ends_SW")[:] = _bits(entry.end_token_ids, V)
+        bias = view("bias_SV")
+        if entry.allowed_token_ids is not None:
+            bias[:] = -np.inf
+            bias[entry.allowed_token_ids] = 0
+        bias[entry.bias_token_ids] += entry.bias
+        words, recent = view("words_SBL"), view("recent_SL")
+        words[:] = recent[:] = -1
+        words[: len(entry.banned_words)] = entry.banned_words
+        newest = entry.output_token_ids[-recent.size :]
+        recent[recent.size - newest.size :] = newest
+        return packed
+
+    def unpack(self, packed: jax.Array) -> tuple[jax.Array, SlotRules]:
+        """The slot and its entry, inside the program."""
+        fields = self._layout.read(packed)
+        return fields.pop("slot"), SlotRules(**fields)
+
+
+def _bits(token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Flags by token id, 32 a uint32 word, least significant bit first."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    flags[token_ids[token_ids < vocab_size]] = True
+    return np.packbits(flags, bitorder="little").view("<u4")
 
 
 def resolve_tokens(inputs: ForwardInputs, last_tokens: jax.Array) -> jax.Array:

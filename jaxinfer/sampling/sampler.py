@@ -1,8 +1,8 @@
 """Logits to tokens and log-probabilities, on the device. R sampled rows, V vocabulary.
 
 A row's result depends on that row alone: its logits, its parameters, its seed and its position. Work that only some
-rows need (sampling at all, sorting, log-probabilities) runs under `cond` and is skipped when no row asks for it; what
-it yields for a row never depends on which rows asked.
+rows need (rules, sampling at all, sorting, log-probabilities) runs under `cond` and is skipped when no row asks for it;
+what it yields for a row never depends on which rows asked.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.sampling.logit_rules import RuleInputs, SlotRules, apply_rules
 from jaxinfer.types import MAX_LOGPROBS
 
 CANDIDATES = 64  # likeliest tokens looked at first for top_k and top_p; a full sort is the exact fallback
@@ -22,7 +23,8 @@ BLOCK = 256  # vocabulary entries a block of the two-level cumulative sum
 class SamplingInputs(NamedTuple):
     """Parameters by row; `types.SamplingParams` tells their meaning.
 
-    `token_mask_RW` packs allowed tokens 32 to a word, least significant bit first; None allows all.
+    Where `target_R` is not negative, that token is taken, whatever the rest says: its log-probability is what is asked
+    for.
     """
 
     temperature_R: jax.Array
@@ -32,13 +34,15 @@ class SamplingInputs(NamedTuple):
     seed_R2: jax.Array  # uint32
     position_R: jax.Array  # of the token to be sampled
     num_logprobs_R: jax.Array  # -1 asks for none
-    token_mask_RW: jax.Array | None = None
+    target_R: jax.Array  # -1 samples
+    rules: RuleInputs
 
 
 class SampledTokens(NamedTuple):
     """What was sampled; the log-probabilities are of the unmodified distribution and 0 where no row asked.
 
-    `rank_R` is 1 for the likeliest token; `top_ids_RX` and `top_logprobs_RX` hold the MAX_LOGPROBS likeliest.
+    A token of -1 says that none could be chosen: all are banned, or the logits are not numbers. `rank_R` is 1 for the
+    likeliest token; `top_ids_RX` and `top_logprobs_RX` hold the MAX_LOGPROBS likeliest.
     """
 
     token_R: jax.Array
@@ -48,19 +52,33 @@ class SampledTokens(NamedTuple):
     top_logprobs_RX: jax.Array
 
 
-def sample(logits_RV: jax.Array, inputs: SamplingInputs) -> SampledTokens:
+def sample(logits_RV: jax.Array, inputs: SamplingInputs, rules: SlotRules) -> SampledTokens:
     """Samples a token for each row from float32 logits."""
-    raw_RV = logits_RV
-    if inputs.token_mask_RW is not None:
-        logits_RV = jnp.where(_unpack_mask(inputs.token_mask_RW, logits_RV.shape[1]), logits_RV, -jnp.inf)
-    greedy_R = jnp.argmax(logits_RV, axis=-1).astype(jnp.int32)
-    random_R = inputs.temperature_R > 0
-    token_R = lax.cond(
+    plain = (inputs.rules.ruled_R == 0) & (inputs.temperature_R == 0)
+    token_R = lax.cond(jnp.all(plain), lambda: _likeliest(logits_RV), lambda: _choose(logits_RV, inputs, rules))
+    token_R = jnp.where(inputs.target_R >= 0, inputs.target_R, token_R)
+    return SampledTokens(token_R, *_logprobs(logits_RV, token_R, jnp.any(inputs.num_logprobs_R >= 0)))
+
+
+def _likeliest(logits_RV: jax.Array) -> jax.Array:
+    greedy_R = jnp.argmax(logits_RV, axis=-1).astype(jnp.int32)  # of a NaN, if there is one
+    best_R = jnp.take_along_axis(logits_RV, greedy_R[:, None], axis=1)[:, 0]
+    return jnp.where(jnp.isfinite(best_R), greedy_R, -1)
+
+
+def _choose(logits_RV: jax.Array, inputs: SamplingInputs, rules: SlotRules) -> jax.Array:
+    logits_RV = lax.cond(
+        jnp.any(inputs.rules.ruled_R != 0),
+        lambda: apply_rules(logits_RV, inputs.rules, inputs.position_R, rules),
+        lambda: logits_RV,
+    )
+    greedy_R = _likeliest(logits_RV)
+    random_R = (inputs.temperature_R > 0) & (greedy_R >= 0)
+    return lax.cond(
         jnp.any(random_R),
         lambda: jnp.where(random_R, _sample_random(logits_RV, inputs), greedy_R),
         lambda: greedy_R,
     )
-    return SampledTokens(token_R, *_logprobs(raw_RV, token_R, jnp.any(inputs.num_logprobs_R >= 0)))
 
 
 def uniform(seed_R2: jax.Array, position_R: jax.Array) -> jax.Array:
@@ -158,8 +176,3 @@ def _logprobs(logits_RV: jax.Array, token_R: jax.Array, wanted: jax.Array) -> tu
         return zeros(R), jnp.zeros(R, jnp.int32), jnp.zeros((R, X), jnp.int32), zeros(R, X)
 
     return lax.cond(wanted, compute, skip)
-
-
-def _unpack_mask(mask_RW: jax.Array, vocab_size: int) -> jax.Array:
-    bits_RWB = (mask_RW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    return bits_RWB.reshape(mask_RW.shape[0], -1)[:, :vocab_size].astype(bool)

@@ -40,6 +40,8 @@ class Detokenizer:
       stop: strings that end the output.
       skip_special_tokens: leave control tokens out of the text.
       include_stop: whether the stop string itself is sent.
+      min_tokens: a stop string that is complete within the text of the first so many tokens does not count.
+      spaces_between_special_tokens: False takes out the space that some tokenizers put between two control tokens.
       prompt_ids: the tokens before. Only their end matters: where they stop inside a character, the generated
         rest completes it; and only at the start of everything is the space dropped that SentencePiece puts there.
     """
@@ -51,6 +53,8 @@ class Detokenizer:
         stop: tuple[str, ...] = (),
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        min_tokens: int = 0,
+        spaces_between_special_tokens: bool = True,
         prompt_ids: Sequence[int] = (),
     ):
         table = tokenizer.token_bytes(skip_special_tokens)
@@ -58,9 +62,10 @@ class Detokenizer:
         if table is not None:
             self._source = _ByteSource(table, tokenizer.strip_space, prompt_ids)
         else:
-            self._source = _WindowSource(tokenizer, skip_special_tokens, prompt_ids)
+            self._source = _WindowSource(tokenizer, skip_special_tokens, spaces_between_special_tokens, prompt_ids)
         self._matcher = _StopMatcher(stop) if stop else None
         self._include_stop = include_stop
+        self._unstoppable = min_tokens  # of the tokens to come
         self._held = ""  # decoded text that is not sent yet
         self._sent = 0  # characters sent
         self._waiting: deque[tuple[int, int]] = deque()  # tokens of no piece yet: id, where its text begins
@@ -79,6 +84,8 @@ class Detokenizer:
         if token_id < 0:
             raise InvalidArgumentError("token_id", token_id, "at least 0")
         matcher = self._matcher
+        counts = self._unstoppable <= 0
+        self._unstoppable -= 1
         self._waiting.append((token_id, self._sent + len(self._held)))
         text = self._source.push(token_id)
         if not text:
@@ -86,7 +93,7 @@ class Detokenizer:
         self._held += text
         if matcher is None:
             return self._release(self._sent + len(self._held))
-        if matcher.feed(text):
+        if matcher.feed(text, counts=counts):
             return self._cut(matcher)
         return self._release(matcher.undecided) if matcher.undecided > self._sent else None
 
@@ -117,6 +124,16 @@ class Detokenizer:
         while self._waiting and self._waiting[0][1] < end:
             ids.append(self._waiting.popleft()[0])
         return Piece(text, tuple(ids))
+
+
+class TokensOnly:
+    """As `Detokenizer`, where no text is wanted: every token comes at once, with none."""
+
+    def push(self, token_id: int) -> Piece | None:
+        return Piece("", (token_id,))
+
+    def flush(self) -> Piece:
+        return Piece("", ())
 
 
 class _ByteSource:
@@ -153,9 +170,11 @@ class _ByteSource:
 class _WindowSource:
     """Text of tokens whose decoder is not a join of bytes: the last few are decoded again with each new one."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, spaces: bool, prompt_ids: Sequence[int]):
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._spaces = spaces
+        self._after_special = False
         self._window = list(prompt_ids[-_MAX_UNDECIDED:])
         self._read = len(self._window)
         self._known = self._text()  # of the tokens before `_read`
@@ -168,9 +187,12 @@ class _WindowSource:
             return ""
         self._window.append(token_id)
         text = self._text()
+        special = token_id in self._tokenizer.special_ids
+        between, self._after_special = special and self._after_special, special
         if text.endswith("\ufffd") and len(self._window) - self._read < _MAX_UNDECIDED:
             return ""
-        return self._advance(text)
+        new = self._advance(text)
+        return new.removeprefix(" ") if between and not self._spaces else new
 
     def flush(self) -> str:
         return self._advance(self._text())
@@ -229,13 +251,16 @@ class _StopMatcher:
             state = self._fail[state]
         return self._next[state][char]
 
-    def feed(self, text: str) -> bool:
-        """Takes the text's next piece; says whether the first match is known, in `best`."""
+    def feed(self, text: str, *, counts: bool = True) -> bool:
+        """Takes the text's next piece; says whether the first match is known, in `best`.
+
+        A match that ends in a piece that does not count is passed over.
+        """
         state, best = self._state, self.best
         for seen, char in enumerate(text, self._seen + 1):
             state = self._step(state, char)
             match = self._match[state]
-            if match is not None and (best is None or seen - len(match) < best[0]):
+            if counts and match is not None and (best is None or seen - len(match) < best[0]):
                 best = self.best = (seen - len(match), match)
             if best is not None and seen - self._depth[state] >= best[0]:
                 return True

@@ -15,12 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rule_reference import changed_logits
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.engine import Engine, EngineState
 from jaxinfer.engine.sequence import sample_seed
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.decoder import DecoderStructure
+from jaxinfer.sampling.logit_rules import RuleInputs, SlotRules, rules_shapes
 from jaxinfer.sampling.sampler import SamplingInputs, sample
 from jaxinfer.types import Delta, Event, Failed, Finished, FinishReason, Request, SamplingParams
 from pallas_kernels.paged_attention import paged_attention, pool_shape
@@ -207,8 +209,8 @@ class Reference:
         pages = self.LENGTH // self.PAGE
         shape = pool_shape(len(model.layers), pages, self.PAGE, model.num_kv_heads, model.head_dim)
 
-        def next_tokens(leaves, ids_T, length, sampling: SamplingInputs):
-            """What follows each token, and its logits."""
+        def logits_of(leaves, ids_T, length):
+            """Logits of what follows each token."""
             decoder = structure.merge(leaves)
             kv_lens_S, starts_S1, num_seqs = length[None], jnp.array([0, length]), jnp.int32(1)
             table_SM = jnp.arange(pages, dtype=jnp.int32)[None]
@@ -220,15 +222,28 @@ class Reference:
                 return paged_attention(q_TNH, k_TKH, v_TKH, pool, layer, *step, **options)
 
             hidden_TD, _ = decoder(ids_T, positions_T, jnp.zeros(shape), attend)
-            logits_TV = decoder.logits(hidden_TD)
-            return sample(logits_TV, sampling).token_R, logits_TV
+            return decoder.logits(hidden_TD)
 
-        self._next_tokens = jax.jit(next_tokens)
+        self._logits = jax.jit(logits_of)
+        self._sample = jax.jit(sample)
+        self._no_rules = SlotRules(*(jnp.zeros(shape, kind) for shape, kind in rules_shapes(1, model.vocab_size)))
 
     def next_tokens(
-        self, ids: Sequence[int], *, seed: int = 0, index: int = 0, **params: Any
+        self,
+        ids: Sequence[int],
+        *,
+        seed: int = 0,
+        index: int = 0,
+        prompt_len: int | None = None,
+        words: Sequence[Sequence[int]] = (),
+        ends: Sequence[int] = (),
+        **params: Any,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The token that follows each of `ids` and all that stand before it, as sample `index` draws it; logits."""
+        """The token that follows each of `ids` and all that stand before it, as sample `index` draws it; logits.
+
+        With `prompt_len`, logits from the prompt's end on are changed as `params` say, `words` being the banned
+        sequences of tokens and `ends` what ends the output.
+        """
         given = SamplingParams(**({"temperature": 0.0} | params))
         own, rows = sample_seed(seed, index), self.LENGTH
         padded = np.zeros(rows, np.int32)
@@ -241,9 +256,17 @@ class Reference:
             seed_R2=np.tile(np.array([own >> 32, own & 0xFFFFFFFF], np.uint32), (rows, 1)),
             position_R=np.arange(1, rows + 1, dtype=np.int32),
             num_logprobs_R=np.full(rows, -1, np.int32),
+            target_R=np.full(rows, -1, np.int32),
+            rules=RuleInputs(*(np.zeros(rows, np.int32) for _ in range(3)), *(np.zeros(rows, np.float32),) * 3),
         )
-        tokens, logits = self._next_tokens(self._leaves, padded, np.int32(len(ids)), sampling)
-        return np.asarray(tokens)[: len(ids)], np.asarray(logits)[: len(ids)]
+        logits = np.array(self._logits(self._leaves, padded, np.int32(len(ids))))
+        if prompt_len is not None:
+            names = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids")
+            rules = {name: getattr(given, name) for name in (*names, "min_tokens")} | {"words": words, "ends": ends}
+            for at in range(prompt_len - 1, len(ids)):
+                logits[at] = changed_logits(logits[at], ids[:prompt_len], ids[prompt_len : at + 1], **rules)
+        tokens = self._sample(logits, sampling, self._no_rules).token_R
+        return np.asarray(tokens)[: len(ids)], logits[: len(ids)]
 
     def generate(self, prompt: Sequence[int], count: int, **params: Any) -> list[int]:
         """`count` tokens, for each the whole sequence again; greedy unless there is a temperature."""
@@ -259,7 +282,7 @@ class Reference:
         """
         assert len(got) == count
         ids = [*prompt, *got[:-1]]
-        tokens, logits = self.next_tokens(ids, **params)
+        tokens, logits = self.next_tokens(ids, prompt_len=len(prompt), **params)
         greedy = not params.get("temperature")
         for step, token in enumerate(got):
             at = len(prompt) - 1 + step

@@ -28,6 +28,7 @@ def make_plan(lens: list[int], sampled: list[bool], *, copies: int = 0, num_logp
         sampled=np.array(sampled),
         sampling=sampling,
         page_copies=np.full((copies, 2), 40, np.int32),
+        scored=np.zeros((0, 3), np.int32),
     )
 
 

@@ -28,7 +28,6 @@ def add(
     seed: int = 0,
     priority: int = 0,
     cache_namespace: bytes = b"",
-    use_prefix_cache: bool = True,
     **params,
 ) -> list[Sequence]:
     """Queue a request; a prompt given as a number has that many tokens, different from every other name's."""
@@ -41,7 +40,6 @@ def add(
         seed=seed,
         priority=priority,
         cache_namespace=cache_namespace,
-        use_prefix_cache=use_prefix_cache,
     )
     scheduler.add(samples)
     return samples
@@ -439,7 +437,7 @@ def test_next_turn_of_a_chat_reads_the_pages_its_answer_filled() -> None:
     ("first", "second"),
     [
         ({"cache_namespace": b"x"}, {"cache_namespace": b"y"}),
-        ({}, {"use_prefix_cache": False}),
+        ({}, {"prompt_logprobs": 0}),
     ],
 )
 def test_prefixes_that_must_not_be_shared(first: dict, second: dict) -> None:

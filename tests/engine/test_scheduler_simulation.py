@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxinfer.config import SchedulerConfig
-from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.scheduler import Scheduler, ScoredPrompt
 from jaxinfer.engine.sequence import Sequence, make_samples
 from jaxinfer.errors import QueueFullError
 from jaxinfer.types import FinishReason, SamplingParams, StepPlan, StepTokens
@@ -72,6 +72,8 @@ class Simulation:
     ends: dict[Sequence, FinishReason] = field(default_factory=dict)
     stop_after: dict[str, int] = field(default_factory=dict)  # request -> outputs at which its stop string is seen
     cut: set[Sequence] = field(default_factory=set)  # ended by abort or failure
+    scored: dict[Sequence, list[int]] = field(default_factory=dict)  # prompt positions
+    entries: dict[int, list[int]] = field(default_factory=dict)  # by slot: tokens that its rules count
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config, eos_token_ids=(EOS,))
@@ -85,7 +87,7 @@ class Simulation:
         for sequence in samples:
             self.sequences.append(sequence)
             self.streams[sequence] = Undisturbed(sequence)
-            self.emitted[sequence] = []
+            self.emitted[sequence], self.scored[sequence] = [], []
         if stop_after:
             self.stop_after[request_id] = stop_after
 
@@ -105,7 +107,15 @@ class Simulation:
 
     def commit(self) -> None:
         step = self.steps.popleft()
-        for sequence, token_id, row, finish in self.scheduler.commit(step.plan, step.tokens):
+        for result in self.scheduler.commit(step.plan, step.tokens):
+            if isinstance(result, ScoredPrompt):
+                rows = step.plan.scored[result.first : result.first + result.num_tokens]
+                assert {step.slot_owners[slot] for slot in step.plan.slots[rows[:, 0]].tolist()} == {result.sequence}
+                self.scored[result.sequence] += rows[:, 1].tolist()
+                continue
+            sequence, token_id, row, finish = result
+            if sequence.params.prompt_logprobs is not None and sequence.index == 0:
+                assert self.scored[sequence] == list(range(1, sequence.num_prompt_tokens)), "each once, before a token"
             assert sequence not in self.ends, "a token after the end"
             assert step.plan.sampled[row]
             assert token_id == step.tokens.token_ids[row]
@@ -134,6 +144,7 @@ class Simulation:
         self.steps.clear()
         self.pool.clear()
         self.last_token.clear()
+        self.entries.clear()
 
     def turn(self) -> None:
         """One turn of the loop: read all steps but `depth`, then dispatch the next."""
@@ -165,6 +176,11 @@ class Simulation:
             [leader] = [owner.leader for owner in owners if target in owner.page_ids]
             assert leader is not None
             used[source] = leader
+        for entry in plan.entries:
+            self.entries[entry.slot] = [*entry.prompt_token_ids.tolist(), *entry.output_token_ids.tolist()]
+        for i, position, token in plan.scored.tolist():
+            assert plan.starts[i] < position <= plan.starts[i] + plan.query_lens[i], "the token before is computed"
+            assert owners[i].prompt_token_ids[position] == token
         rows, offset = [], 0
         for i, owner in enumerate(owners):
             start, length = int(plan.starts[i]), int(plan.query_lens[i])
@@ -200,7 +216,12 @@ class Simulation:
             if plan.sampled[i]:
                 assert high << 32 | low == owner.seed
                 sampled[i] = next_token(high << 32 | low, history)
-                self.last_token[int(plan.slots[i])] = int(sampled[i])
+                slot = int(plan.slots[i])
+                self.last_token[slot] = int(sampled[i])
+                assert plan.sampling[i]["ruled"] == owner.ruled
+                if owner.ruled:
+                    assert self.entries[slot] == history, "what the rules count"
+                    self.entries[slot].append(int(sampled[i]))
             else:
                 sampled[i] = -7  # meaningless
         return StepTokens(sampled)
@@ -218,6 +239,7 @@ class Simulation:
         S, config = plan.num_seqs, self.config
         assert 1 <= S <= config.max_num_seqs
         assert plan.num_tokens == plan.query_lens.sum() <= config.max_num_batched_tokens
+        assert plan.num_rows == plan.sampled.sum() + len(plan.scored) <= config.max_rows
         for array in (plan.slots, plan.starts, plan.query_lens, plan.sampled, plan.sampling):
             assert array.shape == (S,)
         assert plan.slots.dtype == plan.starts.dtype == plan.query_lens.dtype == plan.token_ids.dtype == np.int32
@@ -345,10 +367,27 @@ def test_same_calls_give_the_same_plans() -> None:
     assert len(runs[0]) > 20
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("scoring_rows", [1, 5, 64])
+def test_prompts_are_scored_once_through_chunks_and_preemption(
+    depth: int, scoring_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxinfer.config.MIN_SCORING_ROWS", scoring_rows)
+    simulation = Simulation(config_of(num_pages=16, max_num_seqs=3), depth)
+    for i in range(6):
+        scores = {"prompt_logprobs": 2} if i % 2 else {}
+        simulation.add(f"r{i}", prompt_of(24, i), n=1 + i % 3, max_tokens=20, ignore_eos=True, seed=i, **scores)
+    simulation.drain()
+    assert simulation.scheduler.num_preemptions > 0
+    scored = [positions for sequence, positions in simulation.scored.items() if sequence.index == 0]
+    assert scored == [[], list(range(1, 24))] * 3
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, are aborted and fail at any moment; the loop reads with or without overlap."""
 
     @initialize(
+        scoring_rows=st.sampled_from([1, 3, 64]),
         page_size=st.integers(1, 5),
         pool_tokens=st.integers(8, 70),  # few: up to six sequences of up to 48 tokens run in it
         max_num_seqs=st.integers(1, 6),
@@ -356,7 +395,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(12, 48),
         prefix_caching=st.sampled_from([True, True, True, False]),
     )
-    def start(self, page_size, pool_tokens, max_num_seqs, budget, max_model_len, prefix_caching) -> None:
+    def start(self, scoring_rows, page_size, pool_tokens, max_num_seqs, budget, max_model_len, prefix_caching) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("jaxinfer.config.MIN_SCORING_ROWS", scoring_rows)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + budget,
@@ -389,8 +430,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_after=st.sampled_from([0, 0, 1, 7]),
         priority=st.integers(0, 1),
         seed=st.integers(-5, 5),
+        rules=st.sampled_from([{}, {}, {"prompt_logprobs": 0}, {"min_tokens": 1}, {"frequency_penalty": 1.0}]),
     )
-    def add(self, burst, family, length, own, n, max_tokens, ignore_eos, stop_after, priority, seed) -> None:
+    def add(self, burst, family, length, own, n, max_tokens, ignore_eos, stop_after, priority, seed, rules) -> None:
         """Requests that come together; all of a family begin alike."""
         for i in range(burst):
             self.submit(
@@ -401,6 +443,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_tokens=max_tokens,
                 ignore_eos=ignore_eos,
                 seed=seed + i,
+                **rules,
             )
 
     @rule(chat_turn=st.integers(0, 1000), more=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3))
@@ -449,6 +492,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "simulation"):
             self.simulation.drain()
+            self.patch.undo()
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -7,13 +7,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.sampling.sampler import SamplingInputs, sample
+from jaxinfer.sampling.logit_rules import RuleInputs, SlotRules, rules_shapes
+from jaxinfer.sampling.sampler import SampledTokens, SamplingInputs, sample
 
 DRAWS = 4096
-jitted = jax.jit(sample)
+sample_jitted = jax.jit(sample)
 
 
-def inputs(rows: int, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=1, position=0, num_logprobs=-1):
+def jitted(logits: jax.Array, rows: SamplingInputs) -> SampledTokens:
+    return sample_jitted(logits, rows, no_rules(logits.shape[1]))
+
+
+def no_rules(vocab: int) -> SlotRules:
+    """One slot, whose entry would show at once if it were read."""
+    return SlotRules(*(jnp.full(shape, 7, dtype) for shape, dtype in rules_shapes(1, vocab)))
+
+
+def inputs(
+    rows: int, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=1, position=0, num_logprobs=-1, target=-1
+):
     fill = lambda value, dtype: jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
     seeds = np.zeros((rows, 2), np.uint32)
     seeds[:, 0] = seed
@@ -25,6 +37,8 @@ def inputs(rows: int, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=1,
         jnp.asarray(seeds),
         fill(position, jnp.int32),
         fill(num_logprobs, jnp.int32),
+        fill(target, jnp.int32),
+        RuleInputs(*(fill(0, jnp.int32) for _ in range(3)), *(fill(0, jnp.float32) for _ in range(3))),
     )
 
 
@@ -86,7 +100,7 @@ def test_a_row_does_not_depend_on_its_neighbours(others):
     for mine in ({}, {"top_p": 0.9}, {"top_k": 3}, {"top_k": 700, "top_p": 0.99}, {"min_p": 0.1}):
         alone = jitted(logits, inputs(8, seed=7, position=np.arange(8), **mine)).token_R
         row, rest = inputs(8, seed=7, position=np.arange(8), **mine), inputs(8, seed=9, **others)
-        mixed = SamplingInputs(*(jnp.concatenate([a[:4], b[4:]]) for a, b in zip(row[:7], rest[:7], strict=True)))
+        mixed = jax.tree.map(lambda a, b: jnp.concatenate([a[:4], b[4:]]), row, rest)
         assert (jitted(logits, mixed).token_R[:4] == alone[:4]).all()
 
 
@@ -113,16 +127,30 @@ def test_logprobs_are_of_the_plain_distribution_and_sorted():
     assert (out.rank_R == 1).all()
 
 
-def test_token_mask_is_obeyed_greedy_and_random():
-    logits = jnp.zeros((2, 100)).at[:, 50].set(9.0)
-    mask = np.zeros((2, 4), np.uint32)
-    mask[:, 1] = 1 << 3  # token 35 alone
-    both = inputs(2, temperature=np.array([0.0, 1.0]))._replace(token_mask_RW=jnp.asarray(mask))
-    assert jitted(logits, both).token_R.tolist() == [35, 35]
+def test_a_target_is_taken_and_its_logprob_told():
+    logits = np.random.default_rng(2).standard_normal((4, 300)).astype(np.float32)
+    targets = np.array([7, -1, 299, 0])
+    out = jitted(jnp.asarray(logits), inputs(4, temperature=0.0, target=targets, num_logprobs=2))
+    chosen = np.where(targets >= 0, targets, logits.argmax(-1))
+    assert out.token_R.tolist() == chosen.tolist()
+    want = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    np.testing.assert_allclose(out.logprob_R, np.take_along_axis(want, chosen[:, None], 1)[:, 0], rtol=1e-5)
+    assert out.rank_R.tolist() == [1 + int((row > row[i]).sum()) for row, i in zip(want, chosen, strict=True)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_give_no_token_to_their_row_alone(temperature, bad):
+    logits = np.random.default_rng(4).standard_normal((3, 1000)).astype(np.float32)
+    broken = logits.copy()
+    broken[1, 500] = bad
+    rows = inputs(3, temperature=temperature, position=np.arange(3))
+    right, got = (jitted(jnp.asarray(each), rows).token_R.tolist() for each in (logits, broken))
+    assert got == [right[0], -1, right[2]]
 
 
 def test_a_greedy_step_does_not_pay_for_sampling():
-    text = jax.jit(sample).lower(jnp.zeros((4, 5000)), inputs(4)).as_text()
+    text = sample_jitted.lower(jnp.zeros((4, 5000)), inputs(4), no_rules(5000)).as_text()
     head = text[: text.index("stablehlo.case")] if "stablehlo.case" in text else text[: text.index("stablehlo.if")]
-    for op in ("sort", "top_k", "exponential", "shift_right"):
+    for op in ("sort", "top_k", "exponential", "shift_right", "scatter"):
         assert op not in head
