@@ -7,7 +7,6 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
@@ -21,9 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxinfer.checkpoints.source import resolve
 from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.executables import ExecutableCache
 from jaxinfer.engine.live_request import LiveRequest, Sink
 from jaxinfer.engine.loop import EngineLoop
+from jaxinfer.engine.observer import GuardedObserver, Observer
 from jaxinfer.engine.programs import load_or_compile
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
@@ -34,7 +35,7 @@ from jaxinfer.errors import (
     EngineDeadError,
     EngineStuckError,
     InvalidArgumentError,
-    QueueFullError,
+    JaxinferError,
     RequestExistsError,
     UnsupportedError,
 )
@@ -52,7 +53,6 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KV_CACHE_BYTES = 1 << 30
 START_THREADS = 2  # a compilation is part serial, part parallel: two at once keep a few cores busy
-MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0  # of the hint in a refusal
 DEVICE_MEMORY_FRACTION = 0.9  # of an accelerator's memory, weights and pages together; the rest is temporaries
 
 # (stage, done, total): stages are "download", "load" (bytes) and "warm-up" (programs).
@@ -91,17 +91,18 @@ class Engine:
         self.model_name, self.model_config, self.scheduler_config = name, model, scheduler
         self.tokenizer, self.runner = tokenizer, runner
         self.startup_seconds: dict[str, float] = {}
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._live: dict[str, LiveRequest | None] = {}  # None while its prompt is being tokenized
         self._aborted_early: set[str] = set()  # aborted in that time
-        self._waiting = self._waiting_tokens = 0  # requests that have not started, and tokens of their prompts
-        self._starts: deque[float] = deque(maxlen=32)  # when the last of them started
+        self._admission = Admission(scheduler.max_waiting, scheduler.max_waiting_tokens)
+        self._observer = GuardedObserver()
         self._state = EngineState.STARTING
         self._death: EngineDeadError | None = None
         self._eos = tuple(dict.fromkeys((*model.eos_token_ids, *tokenizer.eos_token_ids)))
         self._loop = EngineLoop(
             Scheduler(scheduler, self._eos),
             runner,
+            observer=self._observer,
             on_start=self._on_start,
             on_end=self._on_end,
             on_death=self._on_death,
@@ -192,6 +193,10 @@ class Engine:
         """A snapshot as of the last step."""
         return self._loop.stats
 
+    def observe(self, observer: Observer) -> None:
+        """From now on the observer hears what the engine does; one at a time."""
+        self._observer.inner = observer
+
     # Text.
 
     def tokenize(self, text: str, *, parse_special: bool = False, add_bos: bool = True) -> list[int]:
@@ -217,12 +222,19 @@ class Engine:
           InvalidArgumentError, RequestExistsError, QueueFullError, DeadlineExceededError, DrainingError,
             EngineStuckError, EngineDeadError: nothing was started, and `sink` will not be called.
         """
+        try:
+            return self._submit(request, sink)
+        except JaxinferError as error:
+            self._observer.on_refuse(error.code)
+            raise
+
+    def _submit(self, request: Request, sink: Sink) -> Sequence[int]:
         self._enter(request)
         num_tokens = 0
         try:
             self._check_params(request.params)
             prompt = self._prompt_ids(request)
-            self._enter_tokens(len(prompt))
+            self._admission.bring(len(prompt))
             num_tokens = len(prompt)
             live = self._make_live(request, prompt, sink)
             # Under the lock, so that an abort comes either before this (and is found here) or after it in the inbox,
@@ -240,8 +252,7 @@ class Engine:
             with self._lock:
                 del self._live[request.request_id]
                 self._aborted_early.discard(request.request_id)
-                self._waiting -= 1
-                self._waiting_tokens -= num_tokens
+            self._admission.go(num_tokens, started=False)
             raise
 
     def _enter(self, request: Request) -> None:
@@ -251,27 +262,8 @@ class Engine:
                 raise RequestExistsError(f"request {request.request_id!r} is live already")
             if request.timeout_s is not None and request.timeout_s <= 0:
                 raise DeadlineExceededError("the request's time is over already")
-            limit = self.scheduler_config.max_waiting
-            if self._waiting >= limit:
-                raise self._queue_full(f"{self._waiting} requests are waiting, the limit is {limit}")
-            self._enter_tokens(0)  # before the prompt is tokenized, which takes time
+            self._admission.come()
             self._live[request.request_id] = None
-            self._waiting += 1
-
-    def _enter_tokens(self, count: int) -> None:
-        with self._lock:
-            limit, waiting = self.scheduler_config.max_waiting_tokens, self._waiting_tokens
-            if waiting and waiting + max(count, 1) > limit:
-                raise self._queue_full(f"{waiting} prompt tokens are waiting, {count} more are over the limit, {limit}")
-            self._waiting_tokens += count
-
-    def _queue_full(self, why: str) -> QueueFullError:
-        """With a hint: the time in which a tenth of the queue starts, as things went lately."""
-        starts = self._starts
-        interval = (time.monotonic() - starts[0]) / len(starts) if starts else 1.0
-        error = QueueFullError(f"{why}; try again later")
-        error.retry_after_s = min(max(interval * self._waiting / 10, MIN_RETRY_S), MAX_RETRY_S)
-        return error
 
     def _check_open(self) -> None:
         if self._state is EngineState.DEAD:
@@ -313,7 +305,7 @@ class Engine:
             if request.params.bad_words
             else NO_WORDS,
         )
-        return LiveRequest(samples, self.tokenizer, sink, request.timeout_s)
+        return LiveRequest(samples, self.tokenizer, sink, self._observer, request.timeout_s)
 
     def _prompt_ids(self, request: Request) -> Sequence[int]:
         if request.token_ids is not None:
@@ -423,20 +415,14 @@ class Engine:
     # From the loop thread.
 
     def _on_start(self, live: LiveRequest) -> None:
-        with self._lock:
-            self._no_longer_waits(live)
-            self._starts.append(time.monotonic())
+        self._admission.go(live.num_prompt_tokens, started=True)
 
     def _on_end(self, live: LiveRequest) -> None:
+        if not live.started:
+            self._admission.go(live.num_prompt_tokens, started=False)
         with self._lock:
-            if not live.started:
-                self._no_longer_waits(live)
             if self._live.get(live.request_id) is live:
                 del self._live[live.request_id]
-
-    def _no_longer_waits(self, live: LiveRequest) -> None:
-        self._waiting -= 1
-        self._waiting_tokens -= live.num_prompt_tokens
 
     def _on_death(self, error: EngineDeadError) -> None:
         with self._lock:

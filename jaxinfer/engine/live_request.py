@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from jaxinfer.engine.observer import Observer, RequestRecord, SampleRecord
 from jaxinfer.engine.scheduler import NewToken, ScoredPrompt
 from jaxinfer.engine.sequence import Sequence
 from jaxinfer.errors import DeadlineExceededError
@@ -36,7 +37,15 @@ class LiveRequest:
       deadline: by `time.monotonic`, when it ends with DeadlineExceededError; None is never.
     """
 
-    def __init__(self, samples: list[Sequence], tokenizer: Tokenizer, sink: Sink, timeout_s: float | None = None):
+    def __init__(
+        self,
+        samples: list[Sequence],
+        tokenizer: Tokenizer,
+        sink: Sink,
+        observer: Observer,
+        timeout_s: float | None = None,
+    ):
+        self._observer = observer
         first = samples[0]
         self.request_id, self.samples, self._sink = first.request_id, samples, sink
         params = first.params
@@ -63,7 +72,8 @@ class LiveRequest:
         self.deadline = None if timeout_s is None else self._arrival + timeout_s
         self._timeout_s = timeout_s
         self._started: float | None = None
-        self._first_token: float | None = None
+        # Of each sample's first and newest token.
+        self._token_times: list[tuple[float, float] | None] = [None] * len(samples)
         self._over = False
 
     @property
@@ -77,10 +87,11 @@ class LiveRequest:
     def start(self) -> None:
         """The first step that computes it has been planned."""
         self._started = time.monotonic()
+        self._observer.on_start(self._started - self._arrival)
 
     def timed_out(self) -> DeadlineExceededError:
         """What tells that its time ran out."""
-        where = "before its first token" if self._first_token is None else "while it was generated"
+        where = "while it was generated" if any(self._token_times) else "before its first token"
         return DeadlineExceededError(f"the request's {self._timeout_s:g} s ran out {where}")
 
     def score(self, scored: ScoredPrompt, tokens: StepTokens) -> None:
@@ -100,9 +111,8 @@ class LiveRequest:
         return events, stop
 
     def _push(self, new: NewToken, tokens: StepTokens) -> tuple[list[Event], str | None]:
-        if self._first_token is None:
-            self._first_token = time.monotonic()
         sequence = new.sequence
+        self._clock(sequence.index)
         text, waiting = self._texts[sequence.index], self._logprobs[sequence.index]
         if tokens.logprobs is not None and sequence.params.logprobs is not None:
             waiting.append(_position_logprobs(tokens, new.row, sequence.params.logprobs))
@@ -124,6 +134,15 @@ class LiveRequest:
             reason = new.finish if rest.stop is None else FinishReason.STOP
             return self._finish(sequence, rest, reason, rest.stop), None
         return ([] if pushed is None else [self._delta(sequence.index, pushed)]), None
+
+    def _clock(self, index: int) -> None:
+        now, times = time.monotonic(), self._token_times[index]
+        if times is None:
+            self._token_times[index] = (now, now)
+            self._observer.on_first_token(now - self._arrival)
+        else:
+            self._token_times[index] = (times[0], now)
+            self._observer.on_next_token(now - times[1])
 
     def abort(self) -> list[Event]:
         """Ends every sample that still lives."""
@@ -156,15 +175,45 @@ class LiveRequest:
         return events
 
     def _finished(self) -> Finished:
-        now = time.monotonic()
-        since = lambda at: (now if at is None else at) - self._arrival
-        usage = Usage(
+        ends = tuple(self._ends[index] for index in sorted(self._ends))
+        return Finished(ends, self._usage(), self._timings())
+
+    def _usage(self) -> Usage:
+        return Usage(
             self.samples[0].num_prompt_tokens,
             sum(len(sequence.output_token_ids) for sequence in self.samples),
             self.samples[0].num_cached_tokens,
         )
-        ends = tuple(self._ends[index] for index in sorted(self._ends))
-        return Finished(ends, usage, Timings(since(self._started), since(self._first_token), now - self._arrival))
+
+    def _timings(self) -> Timings:
+        now = time.monotonic()
+        since = lambda at: (now if at is None else at) - self._arrival
+        first = min((times[0] for times in self._token_times if times is not None), default=None)
+        return Timings(since(self._started), since(first), now - self._arrival)
+
+    def record(self, last: Finished | Failed) -> RequestRecord:
+        """What an observer hears of it at its end."""
+        samples = []
+        for end in last.ends if isinstance(last, Finished) else ():
+            first, newest = self._token_times[end.index] or (None, None)
+            samples.append(
+                SampleRecord(
+                    finish_reason=end.finish_reason,
+                    output_tokens=len(self.samples[end.index].output_token_ids),
+                    first_token_s=None if first is None else first - self._arrival,
+                    last_token_s=None if newest is None else newest - self._arrival,
+                )
+            )
+        params = self.samples[0].params
+        return RequestRecord(
+            request_id=self.request_id,
+            samples=tuple(samples),
+            error_code=last.error.code if isinstance(last, Failed) else None,
+            usage=last.usage if isinstance(last, Finished) else self._usage(),
+            timings=last.timings if isinstance(last, Finished) else self._timings(),
+            n=params.n,
+            max_tokens=params.max_tokens,
+        )
 
 
 def _join(first: Piece | None, rest: Piece) -> Piece:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from jaxinfer.engine.live_request import LiveRequest
+from jaxinfer.engine.observer import Observer
 from jaxinfer.engine.runner import Flight, Runner
 from jaxinfer.engine.scheduler import NewToken, Scheduler, ScoredPrompt
 from jaxinfer.errors import EngineDeadError, JaxinferError, RequestFailedError, StepFailedError
@@ -39,11 +40,12 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: Runner,
         *,
+        observer: Observer,
         on_start: Callable[[LiveRequest], None],
         on_end: Callable[[LiveRequest], None],
         on_death: Callable[[EngineDeadError], None],
     ):
-        self._scheduler, self._runner = scheduler, runner
+        self._scheduler, self._runner, self._observer = scheduler, runner, observer
         self._on_start, self._on_end, self._on_death = on_start, on_end, on_death
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[str, LiveRequest] = {}
@@ -236,7 +238,9 @@ class EngineLoop:
             except Exception as error:
                 self._request_failed(live, error)
         self._output_tokens += num_tokens
-        self._rate.append((time.monotonic(), num_tokens))
+        now = time.monotonic()
+        self._rate.append((now, num_tokens))
+        self._observer.on_step(flight.plan.num_tokens, flight.plan.num_seqs, now - (self._progress_at or now))
         self.stats = self._snapshot()
 
     # What may go wrong.
@@ -269,6 +273,7 @@ class EngineLoop:
             if live.request_id in self._not_started:
                 self._no_longer_waits(live)
             self._on_end(live)
+            self._observer.on_end(live.record(events[-1]))
         live.send(events)
 
     def _no_longer_waits(self, live: LiveRequest) -> None:

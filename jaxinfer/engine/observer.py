@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxinfer.types import FinishReason, Timings, Usage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +75,35 @@ class Observer:
 
     def on_end(self, record: RequestRecord) -> None:
         """A request that was not refused has ended, well or not."""
+
+
+class GuardedObserver(Observer):
+    """Hands everything on to `inner`, until that raises: then it hears no more, and nothing else is harmed."""
+
+    def __init__(self) -> None:
+        self.inner = Observer()
+
+    def on_refuse(self, code: str) -> None:
+        self._call(self.inner.on_refuse, code)
+
+    def on_start(self, seconds: float) -> None:
+        self._call(self.inner.on_start, seconds)
+
+    def on_step(self, num_tokens: int, num_seqs: int, seconds: float) -> None:
+        self._call(self.inner.on_step, num_tokens, num_seqs, seconds)
+
+    def on_first_token(self, seconds: float) -> None:
+        self._call(self.inner.on_first_token, seconds)
+
+    def on_next_token(self, seconds: float) -> None:
+        self._call(self.inner.on_next_token, seconds)
+
+    def on_end(self, record: RequestRecord) -> None:
+        self._call(self.inner.on_end, record)
+
+    def _call(self, method: Callable[..., None], *args: object) -> None:
+        try:
+            method(*args)
+        except Exception:
+            logger.exception("the observer %s failed; it hears no more", type(self.inner).__name__)
+            self.inner = Observer()

@@ -109,11 +109,13 @@ class Answer:
 class House:
     """An engine on a shared runner, and all that it was asked. Greedy by default."""
 
-    def __init__(self, base: Engine, *, eos: tuple[int, ...] = (), **changes: Any):
+    def __init__(self, base: Engine, *, eos: tuple[int, ...] = (), stuck_after_s: float = 60.0, **changes: Any):
         base.runner.reset()
         model = replace(base.model_config, eos_token_ids=eos)
         scheduler = replace(base.scheduler_config, **changes)
-        self.engine = Engine(base.model_name, model, scheduler, base.tokenizer, base.runner)
+        self.engine = Engine(
+            base.model_name, model, scheduler, base.tokenizer, base.runner, stuck_after_s=stuck_after_s
+        )
         self.scheduler = self.engine._loop._scheduler
         self.answers: list[Answer] = []
         self._numbers = itertools.count()
@@ -125,10 +127,11 @@ class House:
         *,
         request_id: str | None = None,
         on_events: Callable[[list[Event]], None] | None = None,
+        timeout_s: float | None = None,
         **params: Any,
     ) -> Answer:
         """Submits and returns at once. Raises what `submit` raises."""
-        request = self.request(prompt, request_id=request_id, **params)
+        request = replace(self.request(prompt, request_id=request_id, **params), timeout_s=timeout_s)
         answer = Answer(request.request_id, on_events)
         self.engine.submit(request, answer.sink)
         self.answers.append(answer)
@@ -196,7 +199,8 @@ class House:
         for answer in self.answers:
             answer.check()  # still no second end
         assert not self.engine._live
-        assert self.engine._waiting == 0
+        assert self.engine.stats().audit_breaches_total == 0
+        assert (self.engine._admission.requests, self.engine._admission.tokens) == (0, 0)
 
 
 class Reference:

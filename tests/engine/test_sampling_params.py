@@ -231,4 +231,4 @@ def test_what_the_model_cannot_do_is_refused(house: House, params: dict, field: 
         house.ask(PROMPT, **params)
     assert raised.value.field == field
     assert value in str(raised.value)
-    assert house.engine._waiting_tokens == 0
+    assert house.engine._admission.tokens == 0
