@@ -40,10 +40,8 @@ class Admission:
         """
         with self._lock:
             if self.tokens and self.tokens + num_tokens > self._max_tokens:
-                waiting = (
-                    f"{self.tokens} prompt tokens are waiting, and with the {num_tokens} of this prompt they would be"
-                )
-                raise self._full(f"{waiting} over the limit, {self._max_tokens}")
+                waiting = f"{self.tokens} prompt tokens are waiting, and this prompt has {num_tokens}"
+                raise self._full(f"{waiting}: over the limit of {self._max_tokens}")
             self.tokens += num_tokens
 
     def go(self, num_tokens: int, *, started: bool) -> None:

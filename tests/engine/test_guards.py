@@ -74,10 +74,8 @@ def test_waiting_tokens_are_bounded(open_house: Callable[..., House]):
     house = open_house(max_num_seqs=1, max_waiting_tokens=40)
     go = house.pause()
     long = house.send(random_prompt(1, 90), max_tokens=2)  # alone, it may be as long as it likes
-    began = time.monotonic()
     with pytest.raises(QueueFullError, match="90 prompt tokens are waiting, the limit is 40") as refused:
         house.send(PROMPT, max_tokens=2)
-    assert time.monotonic() - began < 1
     assert MIN_RETRY_S <= refused.value.retry_after_s <= MAX_RETRY_S
     go()
     long.wait()
