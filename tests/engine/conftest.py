@@ -1,46 +1,15 @@
-"""One tiny model, compiled once for all tests of this folder."""
+"""Engines with other limits over the tiny model, and the truth about it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-import tiny_checkpoints
 from engine_harness import House, Reference
 
-from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.models.decoder import decoder_structure
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny") / "llama3"
-    tiny_checkpoints.write_hf_folder(folder, tiny_checkpoints.VARIANTS["llama3"])
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_config(tiny_folder: Path) -> EngineConfig:
-    """Programs for 1, 8 and 32 tokens."""
-    return EngineConfig(
-        model=str(tiny_folder),
-        dtype="float32",
-        max_num_seqs=32,
-        max_num_batched_tokens=32,
-        page_size=4,
-        max_model_len=128,
-    )
-
-
-@pytest.fixture(scope="session")
-def base(tiny_config: EngineConfig, cache_dir: Path) -> Engine:
-    """A closed engine, whose runner others use."""
-    engine = Engine.start(tiny_config, cache_dir=cache_dir)
-    engine.close()
-    return engine
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """What the engine's tests share: many engines over one compiled runner, answers collected from them, and the truth.
 
-A runner is compiled once. Each test puts a new engine on it, with a scheduler of its own: a smaller pool, budget or
-batch is a matter of the host, so no test has to compile.
+A runner is compiled once. Each test puts a new engine on it, with a scheduler of its own (see `tiny_engines`).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rule_reference import changed_logits
+from tiny_engines import engine_on
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.engine import Engine, EngineState
@@ -109,17 +109,11 @@ class Answer:
 class House:
     """An engine on a shared runner, and all that it was asked. Greedy by default."""
 
-    def __init__(self, base: Engine, *, eos: tuple[int, ...] = (), stuck_after_s: float = 60.0, **changes: Any):
-        base.runner.reset()
-        model = replace(base.model_config, eos_token_ids=eos)
-        scheduler = replace(base.scheduler_config, **changes)
-        self.engine = Engine(
-            base.model_name, model, scheduler, base.tokenizer, base.runner, stuck_after_s=stuck_after_s
-        )
+    def __init__(self, base: Engine, **changes: Any):
+        self.engine = engine_on(base, **changes)
         self.scheduler = self.engine._loop._scheduler
         self.answers: list[Answer] = []
         self._numbers = itertools.count()
-        self.engine._begin()
 
     def send(
         self,

@@ -139,6 +139,7 @@ def test_an_idle_engine_is_not_stuck(open_house: Callable[..., House]):
 # The idle audit.
 
 
+@pytest.mark.audit_breach
 def test_the_idle_audit_finds_a_page_that_is_held_by_nobody(open_house: Callable[..., House], caplog):
     house = open_house()
     house.ask(PROMPT, max_tokens=2)
