@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from jaxinfer import __version__
 from jaxinfer._shadowing import check_top_level_packages
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import InvalidArgumentError, JaxinferError
+from jaxinfer.logs import LogFormat, configure
 
 STARTED = time.perf_counter()
 
@@ -37,6 +39,8 @@ app.add_typer(bench_app, name="bench")
 
 stderr = Console(stderr=True)
 _DEFAULTS = EngineConfig()
+_API_KEYS_VARIABLE = "JAXINFER_API_KEYS"  # of a server: comma separated
+_API_KEY_VARIABLE = "JAXINFER_API_KEY"  # of a client
 
 # Options that every command with a model takes.
 ModelOption = Annotated[
@@ -46,31 +50,41 @@ DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's own), flo
 MeshOption = Annotated[str | None, typer.Option(help="Mesh axes and sizes, as tensor=1. This version: one device.")]
 QuantizeOption = Annotated[str | None, typer.Option(help="Weights at fewer bits. This version: none.")]
 MaxModelLenOption = Annotated[
-    int | None, typer.Option(min=2, help="Longest sequence, prompt and output. [default: the model's own]")
+    int | None, typer.Option(min=2, help="Longest sequence, prompt and output. \\[default: the model's own]")
 ]
 MaxNumSeqsOption = Annotated[int, typer.Option(min=1, help="Most sequences that run at once.")]
 MaxBatchedOption = Annotated[int, typer.Option(min=1, help="Token budget of a step.")]
 PageSizeOption = Annotated[int, typer.Option(min=1, help="Tokens a page of the KV cache.")]
 KvCacheOption = Annotated[
-    float | None, typer.Option(min=0.001, help="GiB of the KV cache. [default: 1 on a CPU, else what is free]")
+    float | None, typer.Option(min=0.001, help="GiB of the KV cache. \\[default: 1 on a CPU, else what is free]")
 ]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Use only files that are on this machine.")]
 MaxTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="Most tokens to generate. [default: the rest of the context]")
+    int | None, typer.Option(min=1, help="Most tokens to generate. \\[default: the rest of the context]")
 ]
 TemperatureOption = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 TopPOption = Annotated[float, typer.Option(help="Sample from the likeliest tokens that hold this much probability.")]
 TopKOption = Annotated[int, typer.Option(min=-1, help="Sample from this many likeliest tokens; 0 is all.")]
 SeedOption = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
 
+_MONITORING = "Monitoring"
+
+# Who may call a server, for the server and for its client.
+_SECURITY = "Security"
+TlsCertOption = Annotated[
+    Path | None, typer.Option(help="Own certificate and its chain, PEM.", rich_help_panel=_SECURITY)
+]
+TlsKeyOption = Annotated[Path | None, typer.Option(help="Private key of --tls-cert, PEM.", rich_help_panel=_SECURITY)]
+
 
 @app.callback()
 def _common(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Log lines as text, or as one JSON object each.")
+    ] = LogFormat.TEXT,
 ) -> None:
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
-    )
+    configure(log_format)
     if verbose:
         for name in ("jaxinfer", "server"):
             logging.getLogger(name).setLevel(logging.INFO)
@@ -91,14 +105,65 @@ def serve(
     kv_cache_gib: KvCacheOption = None,
     prefix_caching: Annotated[bool, typer.Option(help="Share pages between equal prefixes.")] = True,
     max_waiting: Annotated[int, typer.Option(min=1, help="Most requests that may wait.")] = _DEFAULTS.max_waiting,
+    max_waiting_tokens: Annotated[
+        int, typer.Option(min=1, help="Most prompt tokens that may wait, of all requests together.")
+    ] = _DEFAULTS.max_waiting_tokens,
+    stuck_seconds: Annotated[
+        float, typer.Option(min=0.001, help="Health fails while the device is at one step for longer than this.")
+    ] = _DEFAULTS.stuck_after_s,
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long live requests may take after SIGTERM.")] = 30.0,
     offline: OfflineOption = False,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="A key that lets callers in; may be repeated. Others on this machine can read it in the list of "
+            f"processes: {_API_KEYS_VARIABLE} (comma separated) and --api-key-file hide it.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File of keys that let callers in, one a line.", rich_help_panel=_SECURITY),
+    ] = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(help="Authorities, PEM; only clients with a certificate of theirs.", rich_help_panel=_SECURITY),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Show Prometheus metrics over HTTP on this port, at /metrics; 0 takes a free one. \\[default: none]",
+            rich_help_panel=_MONITORING,
+        ),
+    ] = None,
+    metrics_host: Annotated[
+        str, typer.Option(help="Address to show the metrics on.", rich_help_panel=_MONITORING)
+    ] = "127.0.0.1",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar=["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"],
+            help="Send traces there, over OTLP/gRPC, such as http://localhost:4317. Needs jaxinfer\\[otel].",
+            rich_help_panel=_MONITORING,
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over gRPC, until SIGTERM or Ctrl-C."""
     check_top_level_packages()
-    from jaxinfer.engine.engine import Engine
+    from jaxinfer.engine.observer import Observer
+    from server.credentials import ServerTls
     from server.grpc_service import serve as serve_grpc
+    from server.metrics import Metrics, MetricsServer
+    from server.tracing import make_tracer
 
+    _check_finite("stuck_seconds", stuck_seconds)
+    _check_finite("drain_seconds", drain_seconds)
     config = _engine_config(
         model=model,
         dtype=dtype,
@@ -111,30 +176,67 @@ def serve(
         kv_cache_gib=kv_cache_gib,
         prefix_caching=prefix_caching,
         max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
+        stuck_after_s=stuck_seconds,
     )
-    if host not in ("127.0.0.1", "localhost", "::1"):
-        stderr.print(f"[yellow]Listening on {host} without TLS or API keys: anyone who reaches it may use it.[/]")
+    tls = ServerTls.read(tls_cert, tls_key, tls_client_ca)
+    api_keys = _api_keys(api_key, api_key_file)
+    metrics = Metrics(model)
+    observer = Observer() if metrics_port is None else metrics.observer
+    tracer = make_tracer(otlp_endpoint or None)
 
-    def load() -> Engine:
+    def load() -> Any:
+        from jaxinfer.engine.engine import Engine  # and JAX with it: the server listens before that
+
         with _progress_bars() as progress:
             return Engine.start(config, cache_dir=_cache_dir(), offline=offline, progress=progress)
 
-    def on_ready(engine: Engine) -> None:
+    def on_ready(engine: Any) -> None:
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in engine.startup_seconds.items())
+        if metrics_port is not None:
+            metrics.watch(engine)
         _say(f"ready {time.perf_counter() - STARTED:.1f} s after the start ({parts})")
         _first_token(engine)
 
-    drained = asyncio.run(
-        serve_grpc(
-            load,
-            host=host,
-            port=port,
-            drain_timeout_s=drain_seconds,
-            on_listening=lambda bound: _say(f"listening on {host}:{bound}"),
-            on_ready=on_ready,
+    with ExitStack() as stack:
+        stack.callback(tracer.shutdown)
+        if metrics_port is not None:
+            shown = stack.enter_context(MetricsServer(metrics.registry, host=metrics_host, port=metrics_port))
+            _say(f"metrics on {shown.url}")
+        drained = asyncio.run(
+            serve_grpc(
+                load,
+                host=host,
+                port=port,
+                tls=tls,
+                api_keys=api_keys,
+                observer=observer,
+                tracer=tracer,
+                drain_timeout_s=drain_seconds,
+                on_listening=lambda bound: _say(f"listening on {host}:{bound}"),
+                on_ready=on_ready,
+            )
         )
-    )
     _say("stopped" if drained else "stopped; some requests had not ended")
+
+
+def _api_keys(given: list[str] | None, file: Path | None) -> Any:
+    """The keys of the arguments, of the environment and of a file together; None if none of these is there."""
+    from server.credentials import ApiKeys, checked_api_key, read_api_keys
+
+    keys = [checked_api_key(key, "api_key") for key in given or ()]
+    # A variable that is set and empty is more likely a secret that got lost than a wish to let everybody in.
+    variable = os.environ.get(_API_KEYS_VARIABLE)
+    if variable is not None:
+        keys += [checked_api_key(key.strip(), _API_KEYS_VARIABLE) for key in variable.split(",")]
+    if file is not None:
+        keys += read_api_keys(file)
+    return ApiKeys(keys) if keys else None
+
+
+def _check_finite(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise InvalidArgumentError(name, value, "a finite number")
 
 
 def _first_token(engine: Any) -> None:
@@ -217,6 +319,23 @@ def chat(
     max_model_len: MaxModelLenOption = None,
     server: Annotated[str | None, typer.Option(help="Talk to a running server (host:port) instead.")] = None,
     offline: OfflineOption = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help=f"Key of --server; better in {_API_KEY_VARIABLE}.", rich_help_panel=_SECURITY),
+    ] = None,
+    tls: Annotated[
+        bool,
+        typer.Option("--tls", help="Reach --server over TLS; the options below imply it.", rich_help_panel=_SECURITY),
+    ] = False,
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            help="Authorities that the certificate of --server must come from, PEM. \\[default: the public ones]",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
 ) -> None:
     """Chat with a model. An empty line or Ctrl-D ends it."""
     from jaxinfer.types import Delta, Finished, SamplingParams
@@ -240,10 +359,19 @@ def chat(
     if server is not None:
         check_top_level_packages("server")
         from server.client import Client
+        from server.credentials import ClientTls
 
-        with Client(server) as client:
+        if api_key is None:
+            api_key = os.environ.get(_API_KEY_VARIABLE)
+        secure = tls or tls_ca or tls_cert or tls_key
+        client_tls = ClientTls.read(ca=tls_ca, cert=tls_cert, key=tls_key) if secure else None
+        with Client(server, api_key=api_key, tls=client_tls) as client:
             converse(lambda said: client.generate(said, params))
         return
+    if api_key is not None:
+        raise InvalidArgumentError("api_key", "(not shown)", "given only with --server")
+    if tls or tls_ca or tls_cert or tls_key:
+        raise InvalidArgumentError("tls", True, "given only with --server, as are its files")
     config = _engine_config(
         model=model, dtype=dtype, mesh=mesh, quantize=quantize, max_model_len=max_model_len, max_num_seqs=8
     )
@@ -317,8 +445,10 @@ def throughput(
 
 
 def _engine_config(*, kv_cache_gib: float | None = None, **fields: Any) -> EngineConfig:
-    kv_cache_bytes = None if kv_cache_gib is None else int(kv_cache_gib * 2**30)
-    return EngineConfig(kv_cache_bytes=kv_cache_bytes, **fields)
+    if kv_cache_gib is None:
+        return EngineConfig(**fields)
+    _check_finite("kv_cache_gib", kv_cache_gib)
+    return EngineConfig(kv_cache_bytes=int(kv_cache_gib * 2**30), **fields)
 
 
 def _cache_dir() -> Path:

@@ -6,8 +6,10 @@
             ...  # Delta, Delta, ..., Finished
 
 Everywhere: `timeout_s` is the deadline of the call, in seconds (None: none), after which the server aborts it. Errors
-are those of `jaxinfer.errors`, as the server met them, or of `server.wire`: `WarmingUpError`, `DeadlineExceededError`,
-`ServerUnreachableError`, and `CallFailedError` for any other status of gRPC's own.
+are those of `jaxinfer.errors`, as the server met them, or of `server.wire`: `WarmingUpError`, `UnauthenticatedError`,
+`ServerUnreachableError`, and `CallFailedError` for any other status of gRPC's own. Of a server with TLS and API keys:
+
+    with Client("models.example.org:443", api_key=key, tls=ClientTls.read(ca="ca.pem")) as client: ...
 """
 
 from __future__ import annotations
@@ -23,19 +25,21 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxinfer.types import Event, Finished, SamplingParams
 from server import inference_pb2 as pb
-from server import inference_pb2_grpc, wire
-from server.wire import ModelInfo, Prompt, ServerInfo
+from server import inference_pb2_grpc, info, wire
+from server.credentials import ClientTls, bearer
+from server.info import ModelInfo, ServerInfo
+from server.wire import Generation, Prompt
 
 type Messages = Sequence[Mapping[str, Any]]
 
 _POLL_S = 0.05
-_MAX_MESSAGE_BYTES = 64 * 2**20
 _OPTIONS = (
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", -1),  # what was asked for may be large: the server's limit is on requests
+    ("grpc.max_send_message_length", -1),
     # Finds a server that vanished while a stream is silent; jaxinfer's server permits a ping every 5 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
     # A server that starts up is found soon after it listens; gRPC's own backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -175,8 +179,17 @@ _HEALTH_REQUEST = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_b
 class Client:
     """A client for threads. Safe to share between them. Connects at the first call."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=_options(address))
+    def __init__(self, address: str, *, api_key: str | None = None, tls: ClientTls | None = None) -> None:
+        """`tls` None is a plain connection; `ClientTls()` trusts the public authorities.
+
+        Raises:
+          InvalidArgumentError: the API key is none that can be sent.
+        """
+        self._metadata = bearer(api_key)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=_options(address))
+        else:
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=_options(address))
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self.address = address
@@ -205,7 +218,24 @@ class Client:
           InvalidArgumentError: the prompt is of no kind that can be sent. All else is raised by the stream.
         """
         message = _generate_request(prompt, params, request_id, model, parse_special, priority)
-        return GenerateStream(self._stub.Generate(message, timeout=timeout_s), message.request_id)
+        return GenerateStream(
+            self._stub.Generate(message, timeout=timeout_s, metadata=self._metadata), message.request_id
+        )
+
+    def unary_generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        model: str | None = None,
+        parse_special: bool | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Generation:
+        """As `generate`, but waits for the whole, which comes at once."""
+        message = _generate_request(prompt, params, request_id, model, parse_special, priority)
+        return wire.generation_from_proto(self._unary(self._stub.UnaryGenerate, message, timeout_s))
 
     def tokenize(
         self,
@@ -236,10 +266,10 @@ class Client:
         return self._unary(self._stub.Abort, pb.AbortRequest(request_id=request_id), timeout_s).aborted
 
     def model_info(self, *, timeout_s: float | None = None) -> ModelInfo:
-        return wire.model_info_from_proto(self._unary(self._stub.GetModelInfo, pb.GetModelInfoRequest(), timeout_s))
+        return info.model_info_from_proto(self._unary(self._stub.GetModelInfo, pb.GetModelInfoRequest(), timeout_s))
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        return wire.server_info_from_proto(self._unary(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s))
+        return info.server_info_from_proto(self._unary(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s))
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Waits until the server's health is SERVING, also for one that does not listen yet.
@@ -271,7 +301,7 @@ class Client:
 
     def _unary(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
         try:
-            return method(request, timeout=timeout_s)
+            return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as failed:
             raise wire.error_of(failed) from None
 
@@ -279,8 +309,12 @@ class Client:
 class AsyncClient:
     """As `Client`, for one event loop: make it inside a running one. Arguments and errors are the same."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_options(address))
+    def __init__(self, address: str, *, api_key: str | None = None, tls: ClientTls | None = None) -> None:
+        self._metadata = bearer(api_key)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=_options(address))
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=_options(address))
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self.address = address
@@ -298,7 +332,23 @@ class AsyncClient:
     ) -> AsyncGenerateStream:
         """As `Client.generate`; not a coroutine: `async for event in client.generate(...)`."""
         message = _generate_request(prompt, params, request_id, model, parse_special, priority)
-        return AsyncGenerateStream(self._stub.Generate(message, timeout=timeout_s), message.request_id)
+        return AsyncGenerateStream(
+            self._stub.Generate(message, timeout=timeout_s, metadata=self._metadata), message.request_id
+        )
+
+    async def unary_generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        model: str | None = None,
+        parse_special: bool | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Generation:
+        message = _generate_request(prompt, params, request_id, model, parse_special, priority)
+        return wire.generation_from_proto(await self._unary(self._stub.UnaryGenerate, message, timeout_s))
 
     async def tokenize(
         self,
@@ -328,11 +378,11 @@ class AsyncClient:
 
     async def model_info(self, *, timeout_s: float | None = None) -> ModelInfo:
         answer = await self._unary(self._stub.GetModelInfo, pb.GetModelInfoRequest(), timeout_s)
-        return wire.model_info_from_proto(answer)
+        return info.model_info_from_proto(answer)
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         answer = await self._unary(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s)
-        return wire.server_info_from_proto(answer)
+        return info.server_info_from_proto(answer)
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
         deadline, last = time.monotonic() + timeout_s, "no answer"
@@ -358,7 +408,7 @@ class AsyncClient:
 
     async def _unary(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
         try:
-            return await method(request, timeout=timeout_s)
+            return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as failed:
             raise wire.error_of(failed) from None
         except asyncio.CancelledError:

@@ -12,18 +12,30 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxinfer.errors import DrainingError, InvalidArgumentError, JaxinferError, ModelNotFoundError
-from jaxinfer.types import Failed, Finished
+from jaxinfer.engine.observer import Observer
+from jaxinfer.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    InvalidArgumentError,
+    JaxinferError,
+    ModelNotFoundError,
+)
+from jaxinfer.logs import describe, request_context
+from jaxinfer.types import Failed, PromptLogprobs, Request
 from server import inference_pb2 as pb
-from server import inference_pb2_grpc, wire
-from server.wire import ServerState
+from server import inference_pb2_grpc, info, wire
+from server.credentials import ApiKeys, RequireApiKey, ServerTls, missing_protection
+from server.health import HealthService
+from server.info import ServerState
+from server.outbox import Outbox
+from server.tracing import Tracer
 
 if TYPE_CHECKING:  # loading the engine means loading JAX; the server listens before that
     from jaxinfer.engine.engine import Engine
@@ -31,21 +43,26 @@ if TYPE_CHECKING:  # loading the engine means loading JAX; the server listens be
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 50051
+HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-HEALTH_POLL_S = 0.1
+MAX_TIMEOUT_S = 365 * 86400.0  # a deadline beyond this is none; some clients write "none" so
+STALLED_S = 300.0  # a client that takes nothing for so long, while there is something for it, is given up
 FLUSH_S = 5.0  # how long ended streams may take to hand their last messages to slow clients
 STOP_GRACE_S = 0.5  # health watches never end by themselves; they are given this long
 
-MAX_MESSAGE_BYTES = 64 * 2**20  # 100,000 token ids are 0.5 MB, as much text 0.4 MB; this leaves room for images
+# 100,000 token ids are 0.5 MB, as much text 0.4 MB; this leaves room for images.
+MAX_REQUEST_BYTES = 64 * 2**20
 SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    # What was asked for is sent: 20 log-probabilities at each of 100,000 positions of a prompt are 30 MB.
+    ("grpc.max_send_message_length", -1),
     # Otherwise a second server binds a port that is taken, and the two share its connections.
     ("grpc.so_reuseport", 0),
     # A stream may be silent for minutes while its request waits. Pings keep proxies from closing it, and find a
     # client that vanished without a word.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),  # of the same pings; gRPC waits for the longer of the two, by default 60 s
     ("grpc.keepalive_permit_without_calls", 1),
     # Clients commonly ping every 10 s; by default gRPC takes more than one in 5 minutes for abuse and hangs up.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -64,13 +81,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     Attributes:
       engine: None until it is loaded; until then calls that need it end with UNAVAILABLE.
       draining: set once, to refuse new requests.
-      live: how many Generate calls are open.
+      live: how many Generate and UnaryGenerate calls are open.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observer: Observer, tracer: Tracer) -> None:
+        self._observer, self._tracer = observer, tracer
         self.engine: Engine | None = None
         self.draining = False
         self.live = 0
+        self._outboxes: set[Outbox] = set()
         self._started = time.monotonic()
 
     @property
@@ -79,33 +98,75 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return ServerState.DRAINING
         return ServerState.STARTING if self.engine is None else ServerState(self.engine.state)
 
+    def fail_live(self, error: JaxinferError) -> None:
+        """Ends every open call with the error, where the engine was told to and may not come to it."""
+        for outbox in self._outboxes:
+            outbox.put([Failed(error)])
+
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        async with self._generation(message, context) as (request_id, outbox):
+            async for event in outbox:
+                if isinstance(event, PromptLogprobs):  # seconds of work for a long prompt
+                    response = await asyncio.to_thread(wire.event_to_proto, request_id, event)
+                else:
+                    response = wire.event_to_proto(request_id, event)
+                try:
+                    async with asyncio.timeout(STALLED_S):
+                        await context.write(response)
+                except TimeoutError:
+                    raise DeadlineExceededError(f"the client took nothing for {STALLED_S:g} s") from None
+
+    async def UnaryGenerate(
+        self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> pb.UnaryGenerateResponse:
+        async with self._generation(message, context) as (request_id, outbox):
+            return await asyncio.to_thread(wire.generation_to_proto, request_id, await outbox.whole())
+
+    @asynccontextmanager
+    async def _generation(
+        self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[tuple[str, Outbox]]:
+        """A request's id and where its events come; it is aborted if this is left before its last event."""
         request_id = message.request_id if message.HasField("request_id") else f"request-{uuid.uuid4().hex}"
+        outbox = Outbox()
         self.live += 1
+        self._outboxes.add(outbox)
         try:
-            async with _errors_become_statuses(context, f"request {request_id!r}"):
-                await self._generate(request_id, message, context)
+            shown = request_id[: wire.MAX_REQUEST_ID_LENGTH]  # a longer one is refused, but has to be named
+            with request_context(shown):
+                async with _errors_become_statuses(context, f"request {shown!r}"):
+                    # Inside, so that the span sees errors before they become statuses.
+                    with self._tracer.span(shown, context) as span:
+                        engine, request = self._admit(request_id, message, context)
+                        span.on_request(engine.model_name, request.params)
+                        await _submit(engine, request, outbox)
+                        # A client that goes away cancels this coroutine, here or inside.
+                        try:
+                            yield request_id, outbox
+                        finally:
+                            if not outbox.over:
+                                engine.abort(request_id)
+                            if outbox.finished is not None:
+                                span.on_finished(outbox.finished)
+                            # To tell a client that does not read how its call ended may take for ever.
+                            outbox.close()
         finally:
+            self._outboxes.discard(outbox)
             self.live -= 1
 
-    async def _generate(self, request_id: str, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        if self.draining:
-            raise DrainingError("the server is shutting down and takes no new requests")
-        engine = self._engine_for(message)
-        request = wire.request_from_proto(message, request_id=request_id)
-        finished = None
-        # A client that goes away cancels this coroutine; closing the stream then aborts the request in the engine.
-        async with aclosing(engine.stream(request)) as events:
-            async for event in events:
-                if isinstance(event, Failed):
-                    raise event.error
-                if isinstance(event, Finished):
-                    finished = event  # sent after the loop: by then the engine has let go of the request's id
-                else:
-                    await context.write(wire.event_to_proto(request_id, event))
-        if finished is None:
-            raise JaxinferError(f"the stream of request {request_id!r} ended without a last event")
-        await context.write(wire.event_to_proto(request_id, finished))
+    def _admit(
+        self, request_id: str, message: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> tuple[Engine, Request]:
+        try:
+            if self.draining:
+                raise DrainingError("the server is shutting down and takes no new requests")
+            engine = self._engine_for(message)
+            left = context.time_remaining()
+            timeout_s = None if left is None or left > MAX_TIMEOUT_S else left
+            return engine, wire.request_from_proto(message, request_id=request_id, timeout_s=timeout_s)
+        except JaxinferError as error:  # what the engine refuses, it tells the observer itself
+            self._observer.on_refuse(error.code)
+            raise
 
     async def Tokenize(self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         async with _errors_become_statuses(context, "Tokenize"):
@@ -138,16 +199,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> pb.GetModelInfoResponse:
         async with _errors_become_statuses(context, "GetModelInfo"):
             engine = self._engine_or_refuse()
-            return wire.model_info_to_proto(
-                wire.ModelInfo.of(engine.model_name, engine.model_config, engine.scheduler_config)
+            return info.model_info_to_proto(
+                info.ModelInfo.of(engine.model_name, engine.model_config, engine.scheduler_config)
             )
 
     async def GetServerInfo(
         self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
         async with _errors_become_statuses(context, "GetServerInfo"):
-            return wire.server_info_to_proto(
-                wire.ServerInfo(
+            return info.server_info_to_proto(
+                info.ServerInfo(
                     state=self.state,
                     uptime_s=time.monotonic() - self._started,
                     versions=versions(),
@@ -167,6 +228,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return self.engine
 
 
+async def _submit(engine: Engine, request: Request, outbox: Outbox) -> None:
+    # In a thread: to tokenize a long prompt takes long enough to stall every other stream of the event loop.
+    submitting = asyncio.ensure_future(asyncio.to_thread(engine.submit, request, outbox.put))
+    try:
+        await asyncio.shield(submitting)
+    except asyncio.CancelledError:
+        # The thread cannot be stopped; what it starts nonetheless is aborted.
+        submitting.add_done_callback(lambda done: done.exception() or engine.abort(request.request_id))
+        raise
+
+
 @asynccontextmanager
 async def _errors_become_statuses(context: grpc.aio.ServicerContext, what: str) -> AsyncIterator[None]:
     """Ends the call with the status of what is raised inside; `what` names it in the log."""
@@ -174,7 +246,7 @@ async def _errors_become_statuses(context: grpc.aio.ServicerContext, what: str) 
         yield
     except JaxinferError as error:
         status = wire.status_of(error)
-        log.info("%s: %s: %s", what, status.code.name, error)
+        log.info("%s: %s: %s", what, status.code.name, describe(error), extra={"error_code": error.code})
     except Exception:
         if context.cancelled():  # a write that came after the client went; the request is aborted all the same
             return
@@ -208,15 +280,23 @@ class GrpcServer:
         await server.stop()
     """
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> None:
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = DEFAULT_PORT,
+        tls: ServerTls | None = None,
+        api_keys: ApiKeys | None = None,
+        observer: Observer | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
             raise InvalidArgumentError("port", port, "0 (any free one) to 65535")
         self.host = host
         self.port = port  # the one bound, after `start`
-        self.service = InferenceService()
-        self._health = health.aio.HealthServicer()
+        self.service = InferenceService(observer or Observer(), tracer or Tracer())
+        self._tls, self._api_keys = tls, api_keys
         self._server: grpc.aio.Server | None = None
-        self._health_task: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -228,14 +308,18 @@ class GrpcServer:
         Raises:
           CannotListenError: the port is taken, not permitted, or the host is not one of this machine's.
         """
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        interceptors = [] if self._api_keys is None else [RequireApiKey(self._api_keys)]
+        server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        health = HealthService(("", SERVICE_NAME), lambda: self.service.state is ServerState.READY)
         inference_pb2_grpc.add_InferenceServicer_to_server(self.service, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        await self._set_health(serving=False)  # the health servicer itself begins with SERVING
         try:
-            bound = server.add_insecure_port(self.address)
+            if self._tls is None:
+                bound = server.add_insecure_port(self.address)
+            else:
+                bound = server.add_secure_port(self.address, self._tls.credentials())
         except RuntimeError:
             bound = 0
         if not bound:
@@ -243,7 +327,9 @@ class GrpcServer:
         self.port = bound
         await server.start()
         self._server = server
-        self._health_task = asyncio.create_task(self._follow_state())
+        lacking = missing_protection(self.host, tls=self._tls, api_keys=self._api_keys)
+        if lacking is not None:
+            log.warning("listening on %s, beyond this machine, %s", self.address, lacking)
         return bound
 
     def set_engine(self, engine: Engine) -> None:
@@ -253,14 +339,15 @@ class GrpcServer:
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and lets the live ones end.
 
-        Health says NOT_SERVING first. Returns False if some requests did not end in `timeout_s`; the engine has then
-        failed them, and their clients were told UNAVAILABLE.
+        Health says NOT_SERVING from here on. Returns False if some requests did not end in `timeout_s`; their clients
+        were then told UNAVAILABLE, also by an engine that does not go on.
         """
         self.service.draining = True
-        await self._health.enter_graceful_shutdown()
         drained = True
         if self.service.engine is not None:
             drained = await self.service.engine.drain(timeout_s)
+        if not drained:
+            self.service.fail_live(DrainingError(f"the server shut down before the request ended ({timeout_s:g} s)"))
         flushed_by = time.monotonic() + FLUSH_S
         while self.service.live and time.monotonic() < flushed_by:
             await asyncio.sleep(0.02)
@@ -268,27 +355,9 @@ class GrpcServer:
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Stops listening; calls still open after `grace_s` are cancelled. Does nothing if it is not listening."""
-        if self._health_task is not None:
-            self._health_task.cancel()
-            self._health_task = None
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(grace_s)
-
-    async def _follow_state(self) -> None:
-        """Keeps health true to the engine's state, however that changes."""
-        shown = False
-        while True:
-            serving = self.service.state is ServerState.READY
-            if serving is not shown:
-                await self._set_health(serving=serving)
-                shown = serving
-            await asyncio.sleep(HEALTH_POLL_S)
-
-    async def _set_health(self, *, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", SERVICE_NAME):
-            await self._health.set(name, status)
 
 
 def _join(host: str, port: int) -> str:
@@ -315,6 +384,10 @@ async def serve(
     *,
     host: str = "127.0.0.1",
     port: int = DEFAULT_PORT,
+    tls: ServerTls | None = None,
+    api_keys: ApiKeys | None = None,
+    observer: Observer | None = None,
+    tracer: Tracer | None = None,
     drain_timeout_s: float = 30.0,
     on_listening: Callable[[int], None] | None = None,
     on_ready: Callable[[Engine], None] | None = None,
@@ -327,6 +400,9 @@ async def serve(
     Args:
       load: makes the engine, warm and ready; runs in a thread of its own, so that health answers meanwhile. A signal
         does not wait for it: the thread is a daemon, and what it loads is not used.
+      tls, api_keys: None leaves the connection plain, and lets everybody in.
+      observer: is told of requests that are refused here; give the engine the same one.
+      tracer: makes a span for each request.
       drain_timeout_s: how long live requests may take to end after the first signal.
       on_listening: is told the port, before loading begins.
       on_ready: is told the engine, once it serves.
@@ -338,7 +414,7 @@ async def serve(
       CannotListenError: the address cannot be listened on.
       Exception: what `load` raised; the server is stopped by then.
     """
-    server = GrpcServer(host=host, port=port)
+    server = GrpcServer(host=host, port=port, tls=tls, api_keys=api_keys, observer=observer, tracer=tracer)
     await server.start()
     stop, hurry = asyncio.Event(), asyncio.Event()
     undo_signals = _on_signals(lambda: (hurry if stop.is_set() else stop).set())

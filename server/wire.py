@@ -1,13 +1,14 @@
 """Protobuf messages to and from jaxinfer's types, and errors to and from gRPC statuses. Pure functions.
 
-No other module knows a gRPC status code. What each field means stands in `inference.proto`.
+No other module knows a gRPC status code, but for the one that the protocol of health itself asks for. What each field
+means stands in `inference.proto`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import grpc
@@ -15,8 +16,13 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxinfer import errors, types
-from jaxinfer.config import ModelConfig, SchedulerConfig
-from jaxinfer.errors import InvalidArgumentError, JaxinferError, UnsupportedError
+from jaxinfer.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    JaxinferError,
+    QueueFullError,
+    UnsupportedError,
+)
 from server import inference_pb2 as pb
 
 MAX_REQUEST_ID_LENGTH = 256
@@ -24,78 +30,42 @@ MAX_REQUEST_ID_LENGTH = 256
 type Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
-class ServerState(StrEnum):
-    """What the server is doing."""
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One whole sample: all its deltas in one, and how it ended."""
 
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-    DEAD = "dead"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """The model served, its shape, and the limits on a request; fields as in `GetModelInfoResponse`."""
-
-    model: str
-    family: str
-    vocab_size: int
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    page_size: int
-    num_pages: int
-    max_waiting: int
-    prefix_caching: bool
-
-    @classmethod
-    def of(cls, name: str, model: ModelConfig, scheduler: SchedulerConfig) -> ModelInfo:
-        return cls(
-            model=name,
-            num_layers=len(model.layers),
-            **{name: getattr(model, name) for name in _MODEL_FIELDS},
-            **{name: getattr(scheduler, name) for name in _SCHEDULER_FIELDS},
-        )
+    output: types.Delta
+    end: types.SampleEnd
 
 
-_MODEL_FIELDS = (
-    *("family", "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
-    *("eos_token_ids", "bos_token_id"),
-)
-_SCHEDULER_FIELDS = (
-    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "max_waiting"),
-    "prefix_caching",
-)
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """All that a request yielded, samples in order of index; `prompt_logprobs` is None if not asked for."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerInfo:
-    """What the server is doing now; `stats` is None until it has an engine."""
-
-    state: ServerState
-    uptime_s: float
-    versions: Mapping[str, str] = field(default_factory=dict)
-    stats: types.EngineStats | None = None
+    request_id: str
+    samples: tuple[Sample, ...]
+    usage: types.Usage
+    timings: types.Timings
+    prompt_logprobs: types.PromptLogprobs | None = None
 
 
 # --- requests
 
 
-def request_from_proto(message: pb.GenerateRequest, *, request_id: str) -> types.Request:
+def request_from_proto(
+    message: pb.GenerateRequest, *, request_id: str, timeout_s: float | None = None
+) -> types.Request:
     """The request, under `request_id` (the message's own, or one that the server made).
+
+    `timeout_s` is what is left of the call's time; None is no end.
 
     Raises:
       InvalidArgumentError: a value is out of range, or no prompt is given.
       UnsupportedError: the message has fields that this version does not know.
+      DeadlineExceededError: the time is over already.
     """
+    if timeout_s is not None and timeout_s <= 0:
+        raise DeadlineExceededError(f"the call's deadline passed {-timeout_s:.3f} s before its request was read")
     _refuse_unknown_fields(message)
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_LENGTH:
         raise InvalidArgumentError("request_id", request_id, f"1 to {MAX_REQUEST_ID_LENGTH} characters")
@@ -107,6 +77,7 @@ def request_from_proto(message: pb.GenerateRequest, *, request_id: str) -> types
         params=params_from_proto(message.sampling_params),
         parse_special=message.parse_special,
         priority=message.priority,
+        timeout_s=timeout_s,
         **prompt,
     )
 
@@ -140,11 +111,21 @@ def params_from_proto(message: pb.SamplingParams) -> types.SamplingParams:
     _refuse_unknown_fields(message)
     given = {name: getattr(message, name) for name in _OPTIONAL_PARAMS if message.HasField(name)}
     given.setdefault("max_tokens", None)
-    return types.SamplingParams(stop=list(message.stop), stop_token_ids=list(message.stop_token_ids), **given)
+    given |= {name: list(getattr(message, name)) for name in _REPEATED_PARAMS}
+    if message.logit_bias:
+        given["logit_bias"] = dict(message.logit_bias)
+    if message.HasField("allowed_token_ids"):
+        _refuse_unknown_fields(message.allowed_token_ids)
+        given["allowed_token_ids"] = list(message.allowed_token_ids.ids)
+    return types.SamplingParams(**given)
 
 
-_REPEATED_PARAMS = ("stop", "stop_token_ids")
-_OPTIONAL_PARAMS = tuple(name for name in pb.SamplingParams.DESCRIPTOR.fields_by_name if name not in _REPEATED_PARAMS)
+_REPEATED_PARAMS = ("stop", "stop_token_ids", "bad_words")
+_OPTIONAL_PARAMS = tuple(
+    name
+    for name in pb.SamplingParams.DESCRIPTOR.fields_by_name
+    if name not in (*_REPEATED_PARAMS, "logit_bias", "allowed_token_ids")
+)
 
 
 def _refuse_unknown_fields(message: Message) -> None:
@@ -178,7 +159,11 @@ def request_to_proto(
 
 def params_to_proto(params: types.SamplingParams) -> pb.SamplingParams:
     """Every parameter is said, so that the server's defaults play no part."""
-    message = pb.SamplingParams(stop=params.stop_strings, stop_token_ids=params.stop_token_ids)
+    message = pb.SamplingParams(logit_bias=params.logit_bias)
+    for name in _REPEATED_PARAMS:
+        getattr(message, name).extend(getattr(params, name))
+    if params.allowed_token_ids is not None:
+        message.allowed_token_ids.ids.extend(params.allowed_token_ids)
     _set(message, **{name: getattr(params, name) for name in _OPTIONAL_PARAMS if name != "seed"})
     if params.seed is not None:
         message.seed = params.seed - 2**types.SEED_BITS if params.seed >= 2 ** (types.SEED_BITS - 1) else params.seed
@@ -260,19 +245,42 @@ def detokenize_to_proto(
 # --- events
 
 
-def event_to_proto(request_id: str, event: types.Delta | types.Finished) -> pb.GenerateResponse:
+def event_to_proto(request_id: str, event: types.PromptLogprobs | types.Delta | types.Finished) -> pb.GenerateResponse:
     if isinstance(event, types.Finished):
         return pb.GenerateResponse(request_id=request_id, finished=_finished_to_proto(event))
-    logprobs = [
-        pb.PositionLogprobs(chosen=_logprob_to_proto(at.chosen), top=map(_logprob_to_proto, at.top))
-        for at in event.logprobs
-    ]
-    delta = pb.Delta(index=event.index, text=event.text, token_ids=event.token_ids, logprobs=logprobs)
+    if isinstance(event, types.PromptLogprobs):
+        return pb.GenerateResponse(request_id=request_id, prompt_logprobs=_prompt_logprobs_to_proto(event))
+    delta = pb.Delta(
+        index=event.index,
+        text=event.text,
+        token_ids=event.token_ids,
+        logprobs=map(_position_to_proto, event.logprobs),
+    )
     return pb.GenerateResponse(request_id=request_id, delta=delta)
 
 
+def generation_to_proto(request_id: str, events: Sequence[types.Event]) -> pb.UnaryGenerateResponse:
+    """All events of a request, the last one Finished, in one message."""
+    message = pb.UnaryGenerateResponse(request_id=request_id)
+    for event in events:
+        if isinstance(event, types.Finished):
+            finished = _finished_to_proto(event)
+    samples = [message.samples.add(output=pb.Delta(index=end.index), end=end) for end in finished.ends]
+    message.usage.CopyFrom(finished.usage)
+    message.timings.CopyFrom(finished.timings)
+    for event in events:
+        if isinstance(event, types.PromptLogprobs):
+            message.prompt_logprobs.CopyFrom(_prompt_logprobs_to_proto(event))
+        elif isinstance(event, types.Delta):
+            output = samples[event.index].output
+            output.text += event.text
+            output.token_ids.extend(event.token_ids)
+            output.logprobs.extend(map(_position_to_proto, event.logprobs))
+    return message
+
+
 def _finished_to_proto(event: types.Finished) -> pb.Finished:
-    message = pb.Finished(usage=_same_fields(event.usage, pb.Usage), timings=_same_fields(event.timings, pb.Timings))
+    message = pb.Finished(usage=same_fields(event.usage, pb.Usage), timings=same_fields(event.timings, pb.Timings))
     for end in event.ends:
         made = message.ends.add(index=end.index, finish_reason=_REASON_TO_PROTO[end.finish_reason])
         if isinstance(end.stop_reason, str):
@@ -282,27 +290,58 @@ def _finished_to_proto(event: types.Finished) -> pb.Finished:
     return message
 
 
+def _prompt_logprobs_to_proto(event: types.PromptLogprobs) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(positions=map(_position_to_proto, event.positions))
+
+
+def _position_to_proto(at: types.PositionLogprobs) -> pb.PositionLogprobs:
+    return pb.PositionLogprobs(chosen=_logprob_to_proto(at.chosen), top=map(_logprob_to_proto, at.top))
+
+
 def _logprob_to_proto(logprob: types.TokenLogprob) -> pb.TokenLogprob:
     return pb.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, rank=logprob.rank)
 
 
-def event_from_proto(message: pb.GenerateResponse) -> types.Delta | types.Finished:
+def event_from_proto(message: pb.GenerateResponse) -> types.PromptLogprobs | types.Delta | types.Finished:
     """Raises UnsupportedError where a newer server says what this client does not know."""
     kind = message.WhichOneof("event")
     if kind == "delta":
-        delta = message.delta
-        logprobs = tuple(
-            types.PositionLogprobs(_logprob_from_proto(at.chosen), tuple(map(_logprob_from_proto, at.top)))
-            for at in delta.logprobs
-        )
-        return types.Delta(delta.index, delta.text, tuple(delta.token_ids), logprobs)
+        return _delta_from_proto(message.delta)
+    if kind == "prompt_logprobs":
+        return _prompt_logprobs_from_proto(message.prompt_logprobs)
     if kind == "finished":
         done = message.finished
-        ends = tuple(map(_end_from_proto, done.ends))
-        return types.Finished(
-            ends, types.Usage(**_values(types.Usage, done.usage)), types.Timings(**_values(types.Timings, done.timings))
-        )
+        return types.Finished(tuple(map(_end_from_proto, done.ends)), *_costs_from_proto(done))
     raise UnsupportedError("the server sent an event that this client does not know: the client is older than it is")
+
+
+def generation_from_proto(message: pb.UnaryGenerateResponse) -> Generation:
+    """Raises UnsupportedError where a newer server says what this client does not know."""
+    asked = message.HasField("prompt_logprobs")
+    return Generation(
+        message.request_id,
+        tuple(Sample(_delta_from_proto(each.output), _end_from_proto(each.end)) for each in message.samples),
+        *_costs_from_proto(message),
+        prompt_logprobs=_prompt_logprobs_from_proto(message.prompt_logprobs) if asked else None,
+    )
+
+
+def _costs_from_proto(message: pb.Finished | pb.UnaryGenerateResponse) -> tuple[types.Usage, types.Timings]:
+    usage = types.Usage(**values_of(types.Usage, message.usage))
+    return usage, types.Timings(**values_of(types.Timings, message.timings))
+
+
+def _delta_from_proto(message: pb.Delta) -> types.Delta:
+    positions = tuple(map(_position_from_proto, message.logprobs))
+    return types.Delta(message.index, message.text, tuple(message.token_ids), positions)
+
+
+def _prompt_logprobs_from_proto(message: pb.PromptLogprobs) -> types.PromptLogprobs:
+    return types.PromptLogprobs(tuple(map(_position_from_proto, message.positions)))
+
+
+def _position_from_proto(message: pb.PositionLogprobs) -> types.PositionLogprobs:
+    return types.PositionLogprobs(_logprob_from_proto(message.chosen), tuple(map(_logprob_from_proto, message.top)))
 
 
 def _end_from_proto(message: pb.SampleEnd) -> types.SampleEnd:
@@ -321,59 +360,19 @@ _REASON_TO_PROTO = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}"
 _REASON_FROM_PROTO = {number: reason for reason, number in _REASON_TO_PROTO.items()}
 
 
-# --- information
-
-
-def model_info_to_proto(info: ModelInfo) -> pb.GetModelInfoResponse:
-    return _same_fields(info, pb.GetModelInfoResponse)
-
-
-def model_info_from_proto(message: pb.GetModelInfoResponse) -> ModelInfo:
-    values = _values(ModelInfo, message)
-    values["eos_token_ids"] = tuple(message.eos_token_ids)
-    values["bos_token_id"] = message.bos_token_id if message.HasField("bos_token_id") else None
-    return ModelInfo(**values)
-
-
-def server_info_to_proto(info: ServerInfo) -> pb.GetServerInfoResponse:
-    message = pb.GetServerInfoResponse(
-        state=_STATE_TO_PROTO[info.state], uptime_s=info.uptime_s, versions=dict(info.versions)
-    )
-    if info.stats is not None:
-        message.stats.CopyFrom(_same_fields(info.stats, pb.EngineStats))
-        used = info.stats.total_pages - info.stats.free_pages - info.stats.cached_pages
-        message.stats.kv_use = used / info.stats.total_pages if info.stats.total_pages else 0.0
-    return message
-
-
-def server_info_from_proto(message: pb.GetServerInfoResponse) -> ServerInfo:
-    state = _STATE_FROM_PROTO.get(message.state)
-    if state is None:
-        raise UnsupportedError(f"server state {message.state} is not known to this client")
-    return ServerInfo(
-        state=state,
-        uptime_s=message.uptime_s,
-        versions=dict(message.versions),
-        stats=types.EngineStats(**_values(types.EngineStats, message.stats)) if message.HasField("stats") else None,
-    )
-
-
-_STATE_TO_PROTO = {state: pb.ServerState.Value(f"SERVER_STATE_{state.name}") for state in ServerState}
-_STATE_FROM_PROTO = {number: state for state, number in _STATE_TO_PROTO.items()}
-
-
-def _same_fields[M: Message](value: Any, message_type: type[M]) -> M:
+def same_fields[M: Message](value: Any, message_type: type[M]) -> M:
     """A message whose fields are named as the dataclass's are."""
     return message_type(**{each.name: getattr(value, each.name) for each in fields(value)})
 
 
-def _values(dataclass_type: type, message: Message) -> dict[str, Any]:
+def values_of(dataclass_type: type, message: Message) -> dict[str, Any]:
     return {each.name: getattr(message, each.name) for each in fields(dataclass_type)}
 
 
 # --- errors
 
 ERROR_CODE_KEY = "jaxinfer-error-code"
+RETRY_KEY = "grpc-retry-pushback-ms"  # gRPC's own: a client with a retry policy waits for as long by itself
 MAX_ERROR_LENGTH = 1000  # characters; a status travels in a header block of at most 8 KB, percent-encoded
 
 
@@ -383,10 +382,10 @@ class WarmingUpError(JaxinferError):
     code = "warming_up"
 
 
-class DeadlineExceededError(JaxinferError, TimeoutError):
-    """The deadline of a call passed; what it had started was aborted."""
+class UnauthenticatedError(JaxinferError, PermissionError):
+    """The server wants an API key, and none was sent, or one that it does not know."""
 
-    code = "deadline_exceeded"
+    code = "unauthenticated"
 
 
 class ServerUnreachableError(JaxinferError, ConnectionError):
@@ -419,16 +418,18 @@ _STATUS_OF_CODE = {
     "request_failed": grpc.StatusCode.INTERNAL,
     "step_failed": grpc.StatusCode.INTERNAL,
     "not_compiled": grpc.StatusCode.INTERNAL,
+    "engine_stuck": grpc.StatusCode.UNAVAILABLE,
     "engine_dead": grpc.StatusCode.UNAVAILABLE,
     "draining": grpc.StatusCode.UNAVAILABLE,
     "warming_up": grpc.StatusCode.UNAVAILABLE,
     "deadline_exceeded": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
     "internal": grpc.StatusCode.INTERNAL,
 }
 
 _CLASS_OF_CODE: dict[str, type[JaxinferError]] = {
     each.code: each
-    for each in [*vars(errors).values(), WarmingUpError, DeadlineExceededError]
+    for each in [*vars(errors).values(), WarmingUpError, UnauthenticatedError]
     if isinstance(each, type) and issubclass(each, JaxinferError)
 }
 
@@ -436,6 +437,7 @@ _CLASS_OF_CODE: dict[str, type[JaxinferError]] = {
 _CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[JaxinferError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     grpc.StatusCode.UNAVAILABLE: ServerUnreachableError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
 }
 
 
@@ -446,7 +448,10 @@ def status_of(error: JaxinferError) -> Status:
     message = str(error) or type(error).__name__
     if len(message) > MAX_ERROR_LENGTH:
         message = message[:MAX_ERROR_LENGTH] + "..."
-    return Status(_STATUS_OF_CODE[word], message, ((ERROR_CODE_KEY, word),))
+    metadata = [(ERROR_CODE_KEY, word)]
+    if isinstance(error, QueueFullError) and error.retry_after_s is not None:
+        metadata.append((RETRY_KEY, str(max(1, math.ceil(1e3 * error.retry_after_s)))))
+    return Status(_STATUS_OF_CODE[word], message, tuple(metadata))
 
 
 def error_of(failed: grpc.RpcError) -> JaxinferError:
@@ -459,6 +464,8 @@ def error_of(failed: grpc.RpcError) -> JaxinferError:
     error = made_by.__new__(made_by, message)  # past __init__: an InvalidArgumentError's wants the message's parts
     if isinstance(error, InvalidArgumentError):
         error.field = message.partition(" = ")[0]
+    if isinstance(error, QueueFullError) and (pushback_ms := said.get(RETRY_KEY, "")).isdecimal():
+        error.retry_after_s = int(pushback_ms) / 1e3
     return error
 
 

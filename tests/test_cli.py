@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -42,6 +43,8 @@ type Run = Callable[..., Outcome]
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
     monkeypatch.setenv("JAXINFER_CACHE", str(cache_dir))
+    for variable in ("JAXINFER_API_KEYS", "JAXINFER_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.fixture
@@ -195,6 +198,99 @@ def test_an_error_of_the_process():
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "model_not_found: 'no-such-model'" in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr
+
+
+# What `serve` refuses before it loads anything: no such model is looked for.
+
+
+SERVE = ("serve", "--port", "0", "-m", "no-such-model")
+REFUSALS = {
+    "key without certificate": (("--tls-key", "key.pem"), "tls_cert = None"),
+    "certificate without key": (("--tls-cert", "cert.pem"), "tls_key = None"),
+    "authorities alone": (("--tls-client-ca", "ca.pem"), "tls_cert = None"),
+    "no such file": (
+        ("--tls-cert", "cert.pem", "--tls-key", "key.pem"),
+        "tls_cert = 'cert.pem' is not allowed: a file",
+    ),
+    "no such key file": (("--api-key-file", "keys"), "api_key_file = 'keys' is not allowed: a file that can be read"),
+    "an empty key": (("--api-key", ""), "api_key = (not shown)"),
+    "a strange key": (("--api-key", "tell nobody"), "api_key = (not shown)"),
+    "no finite drain": (("--drain-seconds", "inf"), "drain_seconds = inf"),
+    "no finite wait": (("--stuck-seconds", "inf"), "stuck_seconds = inf"),
+    "no finite cache": (("--kv-cache-gib", "inf"), "kv_cache_gib = inf"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_serve_refuses_before_it_loads(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str):
+    monkeypatch.chdir(tmp_path)
+    arguments, message = REFUSALS[case]
+    code, out, err = run(*SERVE, *arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"jaxinfer: invalid_argument: {message}")
+    assert "nobody" not in err
+
+
+@pytest.mark.parametrize("value", ["", ",", "one,,two", "one, two three"])
+def test_serve_refuses_a_variable_of_keys_that_holds_none(run: Run, monkeypatch: pytest.MonkeyPatch, value: str):
+    monkeypatch.setenv("JAXINFER_API_KEYS", value)
+    code, out, err = run(*SERVE)
+    assert (code, out) == (1, "")
+    assert err.startswith("jaxinfer: invalid_argument: JAXINFER_API_KEYS = (not shown) is not allowed")
+
+
+@pytest.mark.parametrize("arguments", [("--port", "65536"), ("--port", "http"), ("--max-waiting-tokens", "0")])
+def test_serve_refuses_numbers_out_of_range(run: Run, arguments: tuple[str, str]):
+    code, out, err = run(*SERVE, *arguments)
+    assert (code, out) == (2, "")
+    assert f"Invalid value for '{arguments[0]}'" in err
+
+
+def test_serve_on_a_port_that_is_taken(run: Run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, out, err = run("serve", "--port", str(port), "-m", "no-such-model")
+    assert (code, out) == (1, "")
+    assert err == f"jaxinfer: cannot_listen: cannot listen on 127.0.0.1:{port}: Address already in use"
+
+
+def test_what_serve_is_told_reaches_the_server(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    told: dict[str, Any] = {}
+
+    async def serve(load: Any, **options: Any) -> bool:
+        told.update(options)
+        return True
+
+    monkeypatch.setattr("server.grpc_service.serve", serve)
+    assert run(*SERVE)[:2] == (0, "jaxinfer: stopped\n")
+    assert (told["host"], told["port"], told["tls"], told["api_keys"]) == ("127.0.0.1", 0, None, None)
+    file = tmp_path / "keys"
+    file.write_text("# mine\nfrom-file\n")
+    monkeypatch.setenv("JAXINFER_API_KEYS", "from-env, and-another")
+    run(*SERVE, "--api-key", "from-flag", "--api-key", "again", "--api-key-file", str(file), "--drain-seconds", "7")
+    keys = told["api_keys"]
+    given = (b"from-flag", b"again", b"from-env", b"and-another", b"from-file")
+    assert all(key in keys for key in given)
+    assert not any(key in keys for key in (b"", b"from-env, and-another", b"# mine"))
+    assert told["drain_timeout_s"] == 7.0
+
+
+def test_keys_are_not_in_the_help(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAXINFER_API_KEYS", "tell-nobody")
+    monkeypatch.setenv("JAXINFER_API_KEY", "tell-nobody")
+    for command in ("serve", "chat"):
+        _, out, err = run(command, "--help")
+        assert "nobody" not in out + err
+
+
+def test_chat_wants_a_server_for_keys_and_tls(run: Run):
+    for option, value in (("--api-key", "tell-nobody"), ("--tls-ca", "ca.pem")):
+        code, _, err = run("chat", "-m", "no-such-model", option, value)
+        assert code == 1
+        assert "given only with --server" in err
+        assert "nobody" not in err
 
 
 @pytest.mark.timeout(300)

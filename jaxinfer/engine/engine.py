@@ -322,6 +322,7 @@ class Engine:
                 "is meant as the token",
                 request.request_id,
                 found,
+                extra={"request_id": request.request_id},
             )
         return self.tokenize(request.text, parse_special=request.parse_special)
 

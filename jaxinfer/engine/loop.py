@@ -246,7 +246,8 @@ class EngineLoop:
     # What may go wrong.
 
     def _request_failed(self, live: LiveRequest, error: Exception) -> None:
-        logger.error("request %s failed", live.request_id, exc_info=error)
+        about = {"request_id": live.request_id}
+        logger.error("request %s failed", live.request_id, exc_info=error, extra=about)
         self._scheduler.abort(live.request_id)
         self._end(live, RequestFailedError(f"{type(error).__name__} while its output was made: {error}"))
 
@@ -265,7 +266,8 @@ class EngineLoop:
         try:
             self._send(live, [Failed(error)])
         except Exception:  # its sink is broken: there is nobody left to tell
-            logger.exception("request %s could not be told of its end", live.request_id)
+            about = {"request_id": live.request_id}
+            logger.exception("request %s could not be told of its end", live.request_id, extra=about)
 
     def _send(self, live: LiveRequest, events: list[Event]) -> None:
         """Hands events to the client's side; a request that ends is forgotten first, so that its id is free again."""

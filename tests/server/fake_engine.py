@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from jaxinfer.config import LayerSpec, ModelConfig, SchedulerConfig
-from jaxinfer.errors import DrainingError, InvalidArgumentError, JaxinferError, RequestExistsError
+from jaxinfer.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    EngineStuckError,
+    InvalidArgumentError,
+    JaxinferError,
+    RequestExistsError,
+)
 from jaxinfer.types import (
     Delta,
     EngineStats,
+    Event,
     Failed,
     Finished,
     FinishReason,
     PositionLogprobs,
+    PromptLogprobs,
     Request,
     SampleEnd,
     Timings,
@@ -31,24 +43,31 @@ class State(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     DEAD = "dead"
+    STUCK = "stuck"
 
 
 @dataclass
 class Live:
+    request: Request
+    prompt: list[int]
+    sink: Callable[[list[Event]], None]
+    steps: Iterator[list[Event]]
+    deadline: float | None
     aborted: bool = False
-    error: JaxinferError | None = None
+    error: JaxinferError | None = field(default=None)
 
 
 class FakeEngine:
     """Sample i of a prompt `abc` is `abc` with every code point raised by i; it ends with STOP, or at max_tokens.
 
+    As in the real one, a thread of its own gives every live request a token a step, and calls the sinks.
+
     Attributes:
       gate: while cleared, no token comes.
       step_s: seconds a token takes.
-      refuse_with: raised in place of the first event.
-      fail_after: (tokens, error): after so many tokens, a JaxinferError is yielded as Failed, another is raised, and
-        None ends the stream with no last event.
-      closed_early: ids of requests whose stream was closed before its end.
+      refuse_with: raised by `submit`.
+      fail_after: (tokens, error): after so many tokens, the request fails.
+      aborted: ids of requests that were aborted while they lived.
     """
 
     def __init__(self, state: State = State.READY, step_s: float = 0.0) -> None:
@@ -73,79 +92,85 @@ class FakeEngine:
         )
         self.state = state
         self.step_s = step_s
-        self.gate = asyncio.Event()
+        self.gate = threading.Event()
         self.gate.set()
         self.refuse_with: Exception | None = None
-        self.fail_after: tuple[int, Exception | None] | None = None
+        self.fail_after: tuple[int, JaxinferError] | None = None
         self.live: dict[str, Live] = {}
         self.requests: list[Request] = []
-        self.closed_early: list[str] = []
+        self.aborted: list[str] = []
         self.closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
 
-    async def stream(self, request: Request):
+    def submit(self, request: Request, sink: Callable[[list[Event]], None]) -> list[int]:
         if self.state is State.DRAINING:
             raise DrainingError("the engine is draining")
+        if self.state is State.STUCK:
+            raise EngineStuckError("the device has been at one step for 9 s")
         if self.refuse_with is not None:
             raise self.refuse_with
-        if request.request_id in self.live:
-            raise RequestExistsError(f"request {request.request_id!r} is live already")
         prompt = self._prompt_ids(request)
         if not prompt:
             raise InvalidArgumentError("prompt", "", "at least one token")
-        self.requests.append(request)
-        live = self.live[request.request_id] = Live()
-        params = request.params
-        count = min(len(prompt), params.max_tokens or len(prompt))
-        made, over = 0, False
-        try:
-            for at in range(count):
-                if not await self._step(live):
-                    break
-                if self.fail_after is not None and self.fail_after[0] == at:
-                    error = self.fail_after[1]
-                    over = True
-                    if error is None:
-                        return
-                    if not isinstance(error, JaxinferError):
-                        raise error
-                    yield Failed(error)
-                    return
-                made += 1
-                for index in range(params.n):
-                    token = prompt[at] + index
-                    logprobs = ()
-                    if params.logprobs is not None:
-                        top = tuple(TokenLogprob(token + rank, -0.5 * rank, rank) for rank in range(params.logprobs))
-                        logprobs = (PositionLogprobs(TokenLogprob(token, -0.25, 1), top),)
-                    yield Delta(index, chr(token), (token,), logprobs)
-            over = True
-            if live.error is not None:
-                yield Failed(live.error)
-                return
-            reason = (
-                FinishReason.ABORT
-                if live.aborted
-                else FinishReason.LENGTH
-                if count < len(prompt)
-                else FinishReason.STOP
-            )
-            stop_reasons = (None, "stop!", 3)  # one of each kind
-            yield Finished(
-                tuple(SampleEnd(index, reason, stop_reasons[index % 3]) for index in range(params.n)),
-                Usage(len(prompt), made * params.n, 16),
-                Timings(0.25, 0.5, 1.5),
-            )
-        finally:
-            del self.live[request.request_id]
-            if not over:
-                self.closed_early.append(request.request_id)
+        deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
+        with self._lock:
+            if request.request_id in self.live:
+                raise RequestExistsError(f"request {request.request_id!r} is live already")
+            self.requests.append(request)
+            live = Live(request, prompt, sink, self._tokens(request, prompt), deadline)
+            self.live[request.request_id] = live
+            if not self._thread.ident:
+                self._thread.start()
+        return prompt
 
-    async def _step(self, live: Live) -> bool:
-        if self.step_s:
-            await asyncio.sleep(self.step_s)
-        while not self.gate.is_set() and not live.aborted and live.error is None:
-            await asyncio.sleep(0.002)
-        return not live.aborted and live.error is None
+    def _run(self) -> None:
+        while not self.closed:
+            time.sleep(self.step_s if self.live else 0.001)
+            if self.state is State.STUCK:
+                continue
+            for live in list(self.live.values()):
+                events = self._step(live)
+                if events and isinstance(events[-1], (Finished, Failed)):
+                    del self.live[live.request.request_id]  # first, so that the id is free
+                if events:
+                    live.sink(events)
+
+    def _step(self, live: Live) -> list[Event]:
+        if live.error is not None:
+            return [Failed(live.error)]
+        if live.aborted:
+            return [self._finished(live.request, live.prompt, FinishReason.ABORT)]
+        if live.deadline is not None and time.monotonic() > live.deadline:
+            return [Failed(DeadlineExceededError("the request's time ran out"))]
+        return next(live.steps) if self.gate.is_set() else []
+
+    def _tokens(self, request: Request, prompt: list[int]) -> Iterator[list[Event]]:
+        params = request.params
+        if params.prompt_logprobs is not None:
+            yield [PromptLogprobs(tuple(self._position(token, params.prompt_logprobs) for token in prompt[1:]))]
+        count = min(len(prompt), params.max_tokens or len(prompt))
+        for at in range(count):
+            if self.fail_after is not None and self.fail_after[0] == at:
+                yield [Failed(self.fail_after[1])]
+            deltas: list[Event] = []
+            for index in range(params.n):
+                token = prompt[at] + index
+                logprobs = () if params.logprobs is None else (self._position(token, params.logprobs),)
+                deltas.append(Delta(index, chr(token) if params.detokenize else "", (token,), logprobs))
+            yield deltas
+        yield [self._finished(request, prompt, FinishReason.LENGTH if count < len(prompt) else FinishReason.STOP)]
+
+    def _position(self, token: int, count: int) -> PositionLogprobs:
+        top = tuple(TokenLogprob(token + rank, -0.5 * rank, rank) for rank in range(count))
+        return PositionLogprobs(TokenLogprob(token, -0.25, 1), top)
+
+    def _finished(self, request: Request, prompt: list[int], reason: FinishReason) -> Finished:
+        n = request.params.n
+        made = 0 if reason is FinishReason.ABORT else min(len(prompt), request.params.max_tokens or len(prompt))
+        stop_reasons = (None, "stop!", 3)  # one of each kind
+        ends = tuple(SampleEnd(index, reason, stop_reasons[index % 3]) for index in range(n))
+        return Finished(ends, Usage(len(prompt), made * n, 16), Timings(0.25, 0.5, 1.5))
 
     def _prompt_ids(self, request: Request) -> list[int]:
         if request.token_ids is not None:
@@ -156,6 +181,7 @@ class FakeEngine:
         live = self.live.get(request_id)
         if live is not None:
             live.aborted = True
+            self.aborted.append(request_id)
         return live is not None
 
     def tokenize(self, text: str, *, parse_special: bool = False, add_bos: bool = True) -> list[int]:
@@ -188,12 +214,15 @@ class FakeEngine:
             steps_total=9,
             compiles_after_warmup=0,
             host_ms_per_step=0.75,
+            waiting_tokens=321,
+            audit_breaches_total=0,
         )
 
     async def drain(self, timeout_s: float) -> bool:
-        self.state = State.DRAINING
-        end = asyncio.get_running_loop().time() + timeout_s
-        while self.live and asyncio.get_running_loop().time() < end:
+        if self.state is not State.STUCK:
+            self.state = State.DRAINING
+        end = time.monotonic() + timeout_s
+        while self.live and time.monotonic() < end:
             await asyncio.sleep(0.005)
         left = list(self.live.values())
         for live in left:

@@ -10,6 +10,7 @@ from typing import Any
 from fake_engine import FakeEngine
 
 from server.client import AsyncClient
+from server.credentials import ApiKeys, ClientTls, ServerTls
 from server.grpc_service import GrpcServer
 
 
@@ -18,11 +19,18 @@ def run[T](main: Coroutine[Any, Any, T], timeout_s: float = 20.0) -> T:
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine | None) -> AsyncIterator[tuple[GrpcServer, AsyncClient]]:
+async def serving(
+    engine: FakeEngine | None,
+    *,
+    api_keys: ApiKeys | None = None,
+    api_key: str | None = None,
+    tls: ServerTls | None = None,
+    client_tls: ClientTls | None = None,
+) -> AsyncIterator[tuple[GrpcServer, AsyncClient]]:
     """With an engine, waits until it is served."""
-    server = GrpcServer(port=0)
+    server = GrpcServer(port=0, tls=tls, api_keys=api_keys)
     await server.start()
-    async with AsyncClient(server.address) as client:
+    async with AsyncClient(server.address, api_key=api_key, tls=client_tls) as client:
         if engine is not None:
             server.set_engine(engine)  # type: ignore[arg-type]
             await client.wait_ready(5)
@@ -30,6 +38,8 @@ async def serving(engine: FakeEngine | None) -> AsyncIterator[tuple[GrpcServer, 
             yield server, client
         finally:
             await server.stop(0)
+            if engine is not None:
+                engine.close()
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:

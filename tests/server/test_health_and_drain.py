@@ -19,11 +19,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server_harness import run, serving, until
 
-from jaxinfer.errors import DrainingError, EngineDeadError, InvalidArgumentError
+from jaxinfer.errors import DeadlineExceededError, DrainingError, EngineDeadError, InvalidArgumentError
 from jaxinfer.types import Finished
-from server import client as client_module
-from server import grpc_service, wire
 from server import inference_pb2 as pb
+from server import info, wire
 from server.client import AsyncClient, Client
 from server.grpc_service import CannotListenError, GrpcServer, serve
 
@@ -60,10 +59,12 @@ def test_health_follows_the_engine_and_watch_tells():
             assert await health_of(channel) == NOT_SERVING  # an engine, but not a ready one
             engine.state = State.READY
             assert await told() == SERVING
-            engine.state = State.DEAD
-            assert await told() == NOT_SERVING
-            engine.state = State.READY
-            assert await told() == SERVING
+            for state in (State.STUCK, State.DRAINING, State.DEAD, State.STUCK):
+                engine.state = state
+                assert await health_of(channel) == NOT_SERVING  # at once
+                assert await told() == NOT_SERVING
+                engine.state = State.READY
+                assert await told() == SERVING
             draining = asyncio.create_task(server.drain(1))
             assert await told() == NOT_SERVING
             assert await draining
@@ -73,6 +74,10 @@ def test_health_follows_the_engine_and_watch_tells():
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await stub.Check(health_pb2.HealthCheckRequest(service="other"))
             assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+            strange = stub.Watch(health_pb2.HealthCheckRequest(service="other"))
+            assert (await strange.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            listed = await stub.List(health_pb2.HealthListRequest())
+            assert {name: each.status for name, each in listed.statuses.items()} == dict.fromkeys(SERVICES, NOT_SERVING)
 
     run(main())
 
@@ -80,8 +85,8 @@ def test_health_follows_the_engine_and_watch_tells():
 def test_before_the_engine_is_there():
     async def main():
         async with serving(None) as (server, client):
-            info = await client.server_info()
-            assert (info.state, info.stats) == (wire.ServerState.STARTING, None)
+            said = await client.server_info()
+            assert (said.state, said.stats) == (info.ServerState.STARTING, None)
             for call in (
                 anext(client.generate("abc")),
                 client.tokenize("abc"),
@@ -91,7 +96,7 @@ def test_before_the_engine_is_there():
                 with pytest.raises(wire.WarmingUpError, match="warming up"):
                     await call
             assert not await client.abort("any")
-            with pytest.raises(wire.DeadlineExceededError, match=r"not ready after 0\.2 s; its health: NOT_SERVING"):
+            with pytest.raises(DeadlineExceededError, match=r"not ready after 0\.2 s; its health: NOT_SERVING"):
                 await client.wait_ready(0.2)
             server.set_engine(FakeEngine(State.STARTING))
             with pytest.raises(wire.WarmingUpError):
@@ -107,7 +112,7 @@ def test_a_dead_engine():
             engine.state, engine.refuse_with = State.DEAD, EngineDeadError("out of memory")
             with pytest.raises(EngineDeadError, match="out of memory"):
                 await anext(client.generate("abc"))
-            assert (await client.server_info()).state is wire.ServerState.DEAD
+            assert (await client.server_info()).state is info.ServerState.DEAD
 
     run(main())
 
@@ -123,7 +128,7 @@ def test_drain_lets_live_streams_end_and_refuses_new_ones():
             await until(lambda: engine.state is State.DRAINING)
             with pytest.raises(DrainingError):
                 await anext(client.generate("new"))
-            assert (await client.server_info()).state is wire.ServerState.DRAINING
+            assert (await client.server_info()).state is info.ServerState.DRAINING
             assert await client.tokenize("a", add_bos=False) == [97]
             assert not draining.done()
             engine.gate.set()
@@ -333,31 +338,3 @@ def test_a_signal_while_loading_does_not_wait_for_it():
         assert last_words(process) == "drained never loaded"
     finally:
         process.kill()
-
-
-def test_pings_that_are_permitted_do_not_end_a_silent_stream(monkeypatch):
-    """In small: a client pings every second, which is the most gRPC does; one server permits it, the other does not."""
-    interval = "grpc.http2.min_ping_interval_without_data_ms"
-    assert dict(grpc_service.SERVER_OPTIONS)[interval] < 10_000
-    pinging = {**dict(client_module._OPTIONS), "grpc.keepalive_time_ms": 1_000}
-    monkeypatch.setattr(client_module, "_OPTIONS", tuple(pinging.items()))
-
-    def permit_every(milliseconds: int) -> None:
-        options = {**dict(grpc_service.SERVER_OPTIONS), interval: milliseconds}
-        monkeypatch.setattr(grpc_service, "SERVER_OPTIONS", tuple(options.items()))
-
-    async def main():
-        engine = FakeEngine()
-        engine.gate.clear()
-        permit_every(500)
-        async with serving(engine) as (_, welcome):
-            permit_every(300_000)
-            async with serving(engine) as (_, unwelcome):
-                stream = welcome.generate("abc")
-                with pytest.raises(wire.ServerUnreachableError, match="Too many pings"):
-                    await asyncio.wait_for(anext(unwelcome.generate("abc")), 10)
-                await asyncio.sleep(1)
-                engine.gate.set()
-                assert isinstance([event async for event in stream][-1], Finished)
-
-    run(main())
