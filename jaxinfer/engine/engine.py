@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KV_CACHE_BYTES = 1 << 30
 START_THREADS = 2  # a compilation is part serial, part parallel: two at once keep a few cores busy
+CLOSE_JOIN_S, STUCK_JOIN_S = 60.0, 1.0  # how long `close` waits for the step that runs
+FAIL_S = 10.0  # how long a drain waits for the requests it has failed
 DEVICE_MEMORY_FRACTION = 0.9  # of an accelerator's memory, weights and pages together; the rest is temporaries
 
 # (stage, done, total): stages are "download", "load" (bytes) and "warm-up" (programs).
@@ -394,18 +396,19 @@ class Engine:
         if not self._live:
             return True
         self._loop.fail_all(DrainingError(f"the engine shut down before the request ended ({timeout_s:g} s)"))
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + (STUCK_JOIN_S if self._loop.seconds_without_progress > self._stuck_after_s else FAIL_S)
         while self._live and time.monotonic() < end:
             await asyncio.sleep(0.02)
         return False
 
     def close(self) -> None:
-        """Stops the loop; live requests fail with EngineDeadError."""
+        """Stops the loop; live requests fail with EngineDeadError. A step that does not end is not waited for long."""
+        stuck = self._loop.seconds_without_progress > self._stuck_after_s
         with self._lock:
             if self._state is not EngineState.DEAD:
                 self._state = EngineState.DEAD
         self._loop.fail_all(EngineDeadError("the engine is closed"))
-        self._loop.stop()
+        self._loop.stop(timeout=STUCK_JOIN_S if stuck else CLOSE_JOIN_S)
 
     def __enter__(self) -> Engine:
         return self

@@ -90,8 +90,8 @@ class EngineLoop:
         """Runs a function on the loop thread between two steps."""
         self._inbox.put(function)
 
-    def stop(self, timeout: float = 60.0) -> None:
-        """Ends the thread after the step it is in."""
+    def stop(self, timeout: float) -> None:
+        """Ends the thread after the step it is in, and waits for that for `timeout` seconds."""
 
         def set_stopping() -> None:
             self._stopping = True

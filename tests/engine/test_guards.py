@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -127,6 +128,21 @@ def test_a_stuck_device_is_seen_and_forgiven(open_house: Callable[..., House], m
     assert len(answer.wait().tokens) == 4
     until(lambda: house.engine.state is EngineState.READY)
     assert len(house.ask(PROMPT, max_tokens=2).tokens) == 2
+
+
+def test_a_stuck_engine_does_not_hold_up_its_end(open_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jaxinfer.engine.engine.STUCK_JOIN_S", 0.1)
+    house = open_house(stuck_after_s=0.1)
+    read, hang = house.engine.runner.read, threading.Event()
+    monkeypatch.setattr(house.engine.runner, "read", lambda flight: (hang.wait(TIMEOUT), read(flight))[1])
+    answer = house.send(PROMPT, max_tokens=4)
+    until(lambda: house.engine.state is EngineState.STUCK)
+    assert not asyncio.run(house.engine.drain(0.05))
+    house.engine.close()
+    assert not answer.over  # only the loop tells it, once the step ends
+    hang.set()
+    assert answer.error is not None
+    until(lambda: not house.engine._loop._thread.is_alive())
 
 
 def test_an_idle_engine_is_not_stuck(open_house: Callable[..., House]):
