@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxinfer.checkpoints.placement import Place, Progress, load_weights
-from jaxinfer.checkpoints.reader import TensorReader
+from jaxinfer.checkpoints.reader import TensorReader, shown
 from jaxinfer.checkpoints.source import Source
 from jaxinfer.config import ModelConfig
-from jaxinfer.errors import CheckpointError, InvalidArgumentError
+from jaxinfer.errors import CheckpointError, JaxinferError, UnsupportedError
 from jaxinfer.models.family import NameMap
 from jaxinfer.models.registry import family_of_gguf, family_of_hf
 
@@ -68,10 +70,25 @@ def open_checkpoint(source: Source) -> Checkpoint:
       CheckpointError: a file is missing, broken or truncated, or the config does not describe a model.
       UnsupportedError: a family, or something in its config, that this version does not have.
     """
+    return _open_gguf(source) if source.kind == "gguf" else _open_hf(source)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Makes every error name the file it comes from; a config that the family's code chokes on is a broken file."""
     try:
-        return _open_gguf(source) if source.kind == "gguf" else _open_hf(source)
-    except InvalidArgumentError as error:  # sizes that do not fit together
-        raise CheckpointError(f"{source.path}: {error}") from error
+        yield
+    except JaxinferError as error:
+        kind = UnsupportedError if isinstance(error, UnsupportedError) else CheckpointError
+        raise kind(f"{path}: {shown(error)}") from error
+    except Exception as error:  # whatever a value of the wrong type or size makes it raise
+        raise CheckpointError(f"{path}: describes no model: {type(error).__name__}: {shown(error)}") from error
+
+
+def _check_layers(config: ModelConfig, reader: TensorReader) -> None:
+    # Before the weights are declared, which takes minutes for thousands of layers that are not there.
+    if len(config.layers) > len(reader.tensors):
+        raise CheckpointError(f"{len(config.layers)} layers, but only {len(reader.tensors)} tensors")
 
 
 def _open_hf(source: Source) -> Checkpoint:
@@ -79,27 +96,41 @@ def _open_hf(source: Source) -> Checkpoint:
 
     folder = source.path
     config_json = read_json(folder / "config.json")
-    family = family_of_hf(config_json)
     if (folder / "generation_config.json").exists():
         # Chat models often name their end-of-turn tokens only there.
         generation = read_json(folder / "generation_config.json")
         config_json["eos_token_id"] = list(
             dict.fromkeys(_as_list(config_json.get("eos_token_id")) + _as_list(generation.get("eos_token_id")))
         )
-    config = family.config_from_hf(config_json)
     reader = SafetensorsReader(folder)
-    return Checkpoint(source, config, _natural_dtype(reader), None, folder, reader, family.hf_names(config))
+    with _naming(folder / "config.json"):
+        family = family_of_hf(config_json)
+        config = family.config_from_hf(config_json)
+        _check_layers(config, reader)
+        names = family.hf_names(config)
+    return Checkpoint(source, config, _natural_dtype(reader), None, folder, reader, names)
 
 
 def _open_gguf(source: Source) -> Checkpoint:
     from jaxinfer.checkpoints.gguf import GGUFReader
 
     reader = GGUFReader(source.path)
-    family = family_of_gguf(reader.metadata)
     shapes = {name: info.shape for name, info in reader.tensors.items()}
-    rope_factors = reader.read("rope_freqs.weight") if "rope_freqs.weight" in shapes else None
-    config = family.config_from_gguf(reader.metadata, shapes, rope_factors)
-    return Checkpoint(source, config, _natural_dtype(reader), reader.metadata, None, reader, family.gguf_names(config))
+    with _naming(source.path):
+        family = family_of_gguf(reader.metadata)
+        config = family.config_from_gguf(reader.metadata, shapes, _rope_factors(reader))
+        _check_layers(config, reader)
+        names = family.gguf_names(config)
+    return Checkpoint(source, config, _natural_dtype(reader), reader.metadata, None, reader, names)
+
+
+def _rope_factors(reader: TensorReader) -> np.ndarray | None:
+    info = reader.tensors.get("rope_freqs.weight")
+    if info is None:
+        return None
+    if info.dtype != "F32" or len(info.shape) != 1:  # the only tensor read before its shape is known to fit
+        raise CheckpointError(f"rope_freqs.weight is {info.dtype} {list(info.shape)}, expected an F32 vector")
+    return reader.read("rope_freqs.weight")
 
 
 def _as_list(ids: Any) -> list[Any]:

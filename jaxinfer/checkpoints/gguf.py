@@ -17,7 +17,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from jaxinfer.checkpoints.reader import MappedFile, TensorInfo
+from jaxinfer.checkpoints.reader import MappedFile, TensorInfo, check_disjoint, shown
 from jaxinfer.errors import CheckpointError, UnsupportedError
 
 _FLOATS = {
@@ -33,6 +33,8 @@ _STRING, _ARRAY = 8, 9
 
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
+# Of all metadata together, several times what the largest vocabularies need: each becomes an object of Python's.
+_MAX_VALUES = 1 << 23
 
 
 class _Place(NamedTuple):
@@ -67,7 +69,11 @@ class GGUFReader:
         except (struct.error, IndexError) as error:
             raise CheckpointError(f"{path}: truncated within its header") from error
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: bad GGUF header: {error}") from error
+            raise CheckpointError(f"{path}: bad GGUF header: {shown(error)}") from error
+        check_disjoint(
+            path,
+            ((place.offset, place.offset + place.rows * place.row_bytes, name) for name, place in self._places.items()),
+        )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         info, place = self.tensors[name], self._places[name]
@@ -92,6 +98,8 @@ class GGUFReader:
         num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
         for _ in range(num_keys):
             key = cursor.string()
+            if key in self.metadata:
+                raise ValueError(f"key {key} is there twice")
             self.metadata[key] = cursor.value(cursor.scalar("I"))
         entries = []
         for _ in range(num_tensors):
@@ -102,15 +110,17 @@ class GGUFReader:
             shape = tuple(reversed([cursor.scalar("Q") for _ in range(num_dims)]))
             entries.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1:
+        if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
             raise ValueError(f"general.alignment = {alignment!r}")
         data_start = -(-cursor.offset // alignment) * alignment
         for name, shape, type_number, offset in entries:
+            if offset % alignment:
+                raise ValueError(f"tensor {name} is not aligned: its offset {offset} is no multiple of {alignment}")
             self._add_tensor(name, shape, type_number, data_start + offset)
 
     def _add_tensor(self, name: str, shape: tuple[int, ...], type_number: int, offset: int) -> None:
         if name in self.tensors:
-            raise CheckpointError(f"{self.path}: tensor {name} is there twice")
+            raise CheckpointError(f"{self.path}: tensor {shown(name)} is there twice")
         try:
             ggml_type = GGMLQuantizationType(type_number)
         except ValueError:
@@ -119,20 +129,21 @@ class GGUFReader:
             self._places[name] = _Place(offset, 0, 0)
             return
         block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
-        if not shape or shape[-1] % block_elements:
+        if 0 in shape or not shape or shape[-1] % block_elements:
             raise CheckpointError(
-                f"{self.path}: tensor {name} has shape {list(shape)}, but {ggml_type.name} needs rows of a multiple "
-                f"of {block_elements}"
+                f"{self.path}: tensor {shown(name)} has shape {list(shape)}, but {ggml_type.name} needs rows of a "
+                f"multiple of {block_elements}, above 0"
             )
         # A vector is one row for the quantized types, and as many as it has elements for the others.
         rows = math.prod(shape) if len(shape) == 1 and block_elements == 1 else math.prod(shape[:-1])
         size = math.prod(shape) // block_elements * block_bytes
         if offset + size > self._file.size:
             raise CheckpointError(
-                f"{self.path}: truncated: tensor {name} ends at byte {offset + size} of a file of {self._file.size}"
+                f"{self.path}: truncated: tensor {shown(name)} ends at byte {offset + size} of a file of "
+                f"{self._file.size}"
             )
         self.tensors[name] = TensorInfo(shape, ggml_type.name)
-        self._places[name] = _Place(offset, size // rows if rows else 0, rows)
+        self._places[name] = _Place(offset, size // rows, rows)
 
 
 class _Cursor:
@@ -141,6 +152,7 @@ class _Cursor:
     def __init__(self, buffer: memoryview, offset: int):
         self.buffer = buffer
         self.offset = offset
+        self.values_left = _MAX_VALUES
 
     def scalar(self, code: str) -> Any:
         (value,) = struct.unpack_from(f"<{code}", self.buffer, self.offset)
@@ -157,6 +169,11 @@ class _Cursor:
             return self.string()
         if kind == _ARRAY:
             kind, length = self.scalar("I"), self.scalar("Q")
+            if length > len(self.buffer):  # every value has a byte at least
+                raise IndexError("past the end of the file")
+            self.values_left -= length
+            if self.values_left < 0:
+                raise ValueError(f"over {_MAX_VALUES} values in arrays")
             if code := _SCALARS.get(kind):
                 return list(struct.unpack(f"<{length}{code}", self._take(length * struct.calcsize(f"<{code}"))))
             if kind == _STRING:
@@ -165,21 +182,20 @@ class _Cursor:
         raise ValueError(f"metadata of unknown type {kind}")
 
     def _take(self, size: int) -> bytes:
-        taken = bytes(self.buffer[self.offset : self.offset + size])
-        if len(taken) < size:
+        if size > len(self.buffer) - self.offset:
             raise IndexError("past the end of the file")
         self.offset += size
-        return taken
+        return bytes(self.buffer[self.offset - size : self.offset])
 
     def _strings(self, length: int) -> list[str]:
         """As `string` many times, in one loop over locals: a vocabulary has hundreds of thousands."""
-        buffer, offset = self.buffer, self.offset
+        buffer, offset, end = self.buffer, self.offset, len(self.buffer)
         unpack, strings = struct.Struct("<Q").unpack_from, []
         for _ in range(length):
             (size,) = unpack(buffer, offset)
             offset += 8 + size
+            if offset > end:
+                raise IndexError("past the end of the file")
             strings.append(str(buffer[offset - size : offset], "utf-8"))
-        if offset > len(buffer):
-            raise IndexError("past the end of the file")
         self.offset = offset
         return strings

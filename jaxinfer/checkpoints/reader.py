@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -38,11 +40,45 @@ class TensorReader(Protocol):
         """Lets the system drop the pages of the tensor from memory; a later read brings them back."""
 
 
+_MAX_SHOWN = 300
+
+
+def shown(text: object) -> str:
+    """What a file says, fit for a message: no longer than a line or two, and printable whatever is in it."""
+    whole = str(text)
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in whole[:_MAX_SHOWN])
+    return text + ("..." if len(whole) > _MAX_SHOWN else "")
+
+
+def check_disjoint(path: Path, ranges: Iterable[tuple[int, int, str]]) -> None:
+    """Checks that no two tensors share bytes, so that the weights together are no larger than their file.
+
+    Args:
+      ranges: of each tensor its first byte, the byte after its last, and its name.
+
+    Raises:
+      CheckpointError: two do; the message names both.
+    """
+    end, last = 0, ""
+    for start, stop, name in sorted(ranges):
+        if start < stop:
+            if start < end:
+                raise CheckpointError(f"{path}: tensor {shown(name)} overlaps tensor {shown(last)}")
+            end, last = stop, name
+
+
+def check_regular(path: Path) -> None:
+    """Raises OSError if the path is missing, or no file with an end: a pipe would be waited for without one."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("not a regular file")
+
+
 class MappedFile:
     """A file mapped read-only."""
 
     def __init__(self, path: Path):
         try:
+            check_regular(path)
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from jaxinfer.checkpoints.reader import MappedFile, TensorInfo
+from jaxinfer.checkpoints.reader import MappedFile, TensorInfo, check_disjoint, check_regular, shown
 from jaxinfer.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -26,6 +28,9 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+_MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_MAX_DIMS = 8
+_MAX_ELEMENTS = 1 << 60  # NumPy counts bytes in 63 bits, even of an array that one dimension of 0 makes empty
 
 
 class _Place(NamedTuple):
@@ -68,47 +73,90 @@ class SafetensorsReader:
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise CheckpointError(f"{folder / INDEX}: has no weight_map of names to files")
         for shard in sorted(set(weight_map.values())):
-            if not (folder / shard).is_file():
-                name = next(name for name, its_shard in weight_map.items() if its_shard == shard)
+            name = shown(next(name for name, its_shard in weight_map.items() if its_shard == shard))
+            if not _is_file_name(shard):
+                raise CheckpointError(f"{folder / INDEX}: {shown(shard)} (for {name}) is no file name in this folder")
+            if not os.path.isfile(folder / shard):
                 raise CheckpointError(f"{folder / shard}: missing, though {INDEX} names it (for {name})")
             self._add_file(folder / shard)
         for name, shard in weight_map.items():
             if name not in self.tensors:
-                raise CheckpointError(f"{folder / shard}: has no tensor {name}, though {INDEX} says so")
+                raise CheckpointError(f"{folder / shard}: has no tensor {shown(name)}, though {INDEX} says so")
 
     def _add_file(self, path: Path) -> None:
+        _check_inside(path)
         file = MappedFile(path)
         header_size = int.from_bytes(file.buffer[:8], "little")
         data_start = 8 + header_size
         if file.size < 8 or data_start > file.size:
             raise CheckpointError(f"{path}: truncated: a header of {header_size} bytes in a file of {file.size}")
+        if header_size > _MAX_HEADER:
+            raise CheckpointError(f"{path}: a header of {header_size} bytes, over the format's {_MAX_HEADER}")
         try:
-            header = json.loads(bytes(file.buffer[8:data_start]))
-            entries = [(name, _entry(entry)) for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path}: not a safetensors header: {error!r}") from error
-        for name, (info, start, stop) in entries:
+            header = json.loads(str(file.buffer[8:data_start], "utf-8"), object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not a safetensors header: {shown(error)}") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{path}: not a safetensors header: no JSON object")
+        header.pop("__metadata__", None)
+        entries = [(name, *_entry(path, name, entry)) for name, entry in header.items()]
+        check_disjoint(path, ((start, stop, name) for name, _, start, stop in entries))
+        for name, info, start, stop in entries:
             if name in self.tensors:
-                raise CheckpointError(f"{path}: tensor {name} is also in {self._places[name].file.path.name}")
+                raise CheckpointError(f"{path}: tensor {shown(name)} is also in {self._places[name].file.path.name}")
             if data_start + stop > file.size:
                 raise CheckpointError(
-                    f"{path}: truncated: tensor {name} ends at byte {data_start + stop} of a file of {file.size}"
+                    f"{path}: truncated: tensor {shown(name)} ends at byte {data_start + stop} of a file of {file.size}"
                 )
             dtype = _DTYPES.get(info.dtype)
-            if start > stop or (dtype and stop - start != math.prod(info.shape) * dtype.itemsize):
+            if dtype and stop - start != math.prod(info.shape) * dtype.itemsize:
                 raise CheckpointError(
-                    f"{path}: tensor {name} has {stop - start} bytes, which is not {info.dtype} {list(info.shape)}"
+                    f"{path}: tensor {shown(name)} has {stop - start} bytes, which is not {info.dtype} "
+                    f"{list(info.shape)}"
                 )
             self.tensors[name] = info
             self._places[name] = _Place(file, data_start + start, stop - start)
 
 
-def _entry(entry: dict[str, Any]) -> tuple[TensorInfo, int, int]:
-    start, stop = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if any(not isinstance(n, int) or n < 0 for n in (*shape, start, stop)):
-        raise ValueError(f"negative or fractional sizes in {entry}")
-    return TensorInfo(shape, str(entry["dtype"])), start, stop
+def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]}:
+            sizes = [*shape, start, stop]
+            # type() rather than isinstance(): true and false are integers to Python.
+            if (
+                len(shape) <= _MAX_DIMS
+                and all(type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in sizes)
+                and start <= stop
+                and math.prod(n or 1 for n in shape) <= _MAX_ELEMENTS
+            ):
+                return TensorInfo(tuple(shape), shown(dtype)), start, stop
+    raise CheckpointError(
+        f"{path}: tensor {shown(name)} is described by {shown(entry)}; expected dtype, shape and data_offsets"
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{repeated} is there twice")
+    return unique
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a name from a checkpoint stays in the checkpoint's folder, on any system."""
+    return name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+
+
+def _check_inside(path: Path) -> None:
+    """Raises CheckpointError if a link leads out of the model's folder, other than to the blobs of the hub's cache."""
+    try:
+        folder, target = path.parent.resolve(), path.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
+    if not (target.is_relative_to(folder) or target.is_relative_to(blobs)):
+        raise CheckpointError(f"{path}: is a link out of the model's folder, to {target}; put the file itself there")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -118,9 +166,10 @@ def read_json(path: Path) -> dict[str, Any]:
       CheckpointError: the file is missing, or holds no JSON object; the message names it.
     """
     try:
+        check_regular(path)
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {shown(error)}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds no JSON object")
     return value

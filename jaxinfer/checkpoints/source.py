@@ -50,10 +50,14 @@ def resolve(model: str, *, cache_dir: Path, offline: bool = False, progress: Pul
     Raises:
       ModelNotFoundError: nothing found; the message lists where it was looked for.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return _in_folder(path)
-    if path.is_file():
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return _in_folder(path)
+        is_file = path.is_file()
+    except (OSError, RuntimeError) as error:  # a folder that may not be read, a name too long, no such user's home
+        raise ModelNotFoundError(f"{model[:1000]} cannot be read: {error}") from error
+    if is_file:
         if path.suffix != ".gguf":
             raise ModelNotFoundError(f"{path} is not a model: expected a .gguf file or a folder")
         return Source("gguf", path, path.stem)

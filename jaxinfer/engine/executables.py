@@ -111,11 +111,15 @@ class ExecutableCache:
         """Stores a program; a failure is logged, since it costs only time later."""
         if self.folder is None:
             return
+        unfinished: Path | None = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             payload = pickle.dumps(serialize_executable.serialize(compiled))
             with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
+                unfinished = Path(file.name)
                 file.write(payload)
-            os.replace(file.name, self._path(key))
+            os.replace(unfinished, self._path(key))
         except Exception as error:
             logger.warning("could not store a compiled program in %s: %s", self.folder, error)
+            if unfinished is not None:
+                unfinished.unlink(missing_ok=True)

@@ -257,7 +257,7 @@ def _number(config: Mapping[str, Any], key: str, default: float | None = None) -
         value = default
     if value is None:
         raise CheckpointError(f"the model's config has no {key}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CheckpointError(f"the model's config has {key} = {value!r}, expected a positive number")
     return float(value)
 

@@ -6,26 +6,19 @@ the template runs, so that afterwards only the template's own control strings ar
 
 from __future__ import annotations
 
-import datetime
 import functools
-import itertools
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
-
 from jaxinfer.errors import CheckpointError, InvalidArgumentError, UnsupportedError
+from jaxinfer.text.sandbox import Sandbox
 from jaxinfer.text.tokenizer import Tokenizer
 
-# Loop turns and calls a template may take: thousands of messages need a tenth of it.
-MAX_TEMPLATE_STEPS = 2_000_000
-MAX_TEMPLATE_OUTPUT = 64 * 2**20
+# Operations a template may take, and bytes it may make of nothing: thousands of messages need a tenth of the former,
+# and have room for themselves besides.
+MAX_TEMPLATE_STEPS = 250_000
+MAX_TEMPLATE_OUTPUT = 4 * 2**20
+_MAX_REASON = 500  # characters of what a template says where it fails
 # Characters that Unicode sets aside for a program's own use; none of them is ever text.
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
@@ -46,9 +39,9 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
         self._special_tokens = dict(special_tokens or {})
         try:
-            self._template = _environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise CheckpointError(f"the chat template is not valid Jinja: {error}") from None
+            self._template = Sandbox(source)
+        except Exception as error:  # Jinja's own errors, and those of Python where it compiles what Jinja made
+            raise CheckpointError(f"the chat template is not valid Jinja: {_reason(error)}") from None
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -73,21 +66,19 @@ class ChatTemplate:
             **variables,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
-            _COUNTER: itertools.count(1),
         }
-        pieces: list[str] = []
-        size = 0
         try:
-            for piece in self._template.generate(context):
-                pieces.append(piece)
-                size += len(piece)
-                if size > MAX_TEMPLATE_OUTPUT:
-                    raise _TemplateLimitError(f"its output is over {MAX_TEMPLATE_OUTPUT} characters")
+            return self._template.render(context, steps=MAX_TEMPLATE_STEPS, largest=MAX_TEMPLATE_OUTPUT)
         except Exception as error:  # a template can raise anything; RecursionError and MemoryError among it
-            roles = [message["role"] for message in messages]
-            reason = str(error) or type(error).__name__
-            raise InvalidArgumentError("messages", f"roles {roles}", f"the chat template says: {reason}") from error
-        return "".join(pieces)
+            reason = _reason(error)
+        # Not from the error, whose frames hold all that the template made.
+        roles = [message["role"] for message in messages]
+        raise InvalidArgumentError("messages", f"roles {roles}", f"the chat template says: {reason}")
+
+
+def _reason(error: Exception) -> str:
+    reason = str(error) or type(error).__name__
+    return reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}..."
 
 
 def encode_chat(
@@ -109,9 +100,13 @@ def encode_chat(
         raise UnsupportedError("this model has no chat template; send text or token_ids instead of messages")
     template = _compiled(tokenizer.chat_template, tuple(tokenizer.special_tokens.items()))
     checked = _check_messages(messages)
-    mark = _unused_character([checked, variables])
-    guard = _Guard(tokenizer, mark)
-    text = template._render(guard.protect(checked), add_generation_prompt, guard.protect(variables))
+    try:
+        mark = _unused_character([checked, variables])
+        guard = _Guard(tokenizer, mark)
+        protected, variables = guard.protect(checked), guard.protect(variables)
+    except RecursionError:
+        raise InvalidArgumentError("messages", "of great depth", "values nested less deeply") from None
+    text = template._render(protected, add_generation_prompt, variables)
     segments = tokenizer.split_control(text)
     return tokenizer.encode_segments(
         segment.replace(mark, "") if isinstance(segment, str) else segment for segment in segments
@@ -177,10 +172,13 @@ class _Guard:
         if isinstance(value, str):
             return self._protect_text(value)
         if isinstance(value, Mapping):
-            return {self.protect(key): self.protect(item) for key, item in value.items()}
+            return {self._protect_key(key): self.protect(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.protect(item) for item in value]
         return value
+
+    def _protect_key(self, key: Any) -> Any:
+        return self._protect_text(key) if isinstance(key, str) else key
 
     def _protect_text(self, text: str) -> str:
         text = self._break_control(text, self._mark)
@@ -221,83 +219,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _strings(item)
-
-
-class _TemplateLimitError(Exception):
-    pass
-
-
-_COUNTER = "__steps"
-
-
-def _count_step(context: jinja2.runtime.Context) -> None:
-    if next(context[_COUNTER]) > MAX_TEMPLATE_STEPS:
-        raise _TemplateLimitError(f"it takes more than {MAX_TEMPLATE_STEPS} steps")
-
-
-@jinja2.pass_context
-def _counted(context: jinja2.runtime.Context, items: Iterable[Any]) -> Iterator[Any]:
-    for item in items:
-        _count_step(context)
-        yield item
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Counts loop turns and calls, so that no template runs for ever; refuses products too large to hold."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        template = super()._parse(source, name, filename)
-        for loop in template.find_all(jinja2.nodes.For):
-            loop.iter = jinja2.nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
-        return template
-
-    def call(__self, __context, __obj, *args, **kwargs):  # noqa: N805  (a template's arguments may be named anything)
-        _count_step(__context)
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        for one, other in ((left, right), (right, left)):
-            if isinstance(one, int) and one > 1 and isinstance(other, Sized):
-                if one * len(other) > MAX_TEMPLATE_OUTPUT:
-                    raise _TemplateLimitError("it repeats a value too often")
-            elif operator == "**" and isinstance(one, int) and one > 64:
-                raise _TemplateLimitError("it takes too large a power")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, by which templates mark the model's own words for training: here, just its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-):
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-@functools.cache
-def _environment() -> _Environment:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.filters["counted"] = _counted
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment

@@ -177,7 +177,8 @@ class _WindowSource:
         self._after_special = False
         self._window = list(prompt_ids[-_MAX_UNDECIDED:])
         self._read = len(self._window)
-        self._known = self._text()  # of the tokens before `_read`
+        # Of the tokens before `_read`; where they end inside a character, what completes it is new text.
+        self._known = self._text().rstrip("\ufffd")
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)

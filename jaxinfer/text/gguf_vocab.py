@@ -8,6 +8,8 @@ take the spaces from U+2000 on for part of their ideograph range.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -153,9 +155,9 @@ def read(metadata: Mapping[str, Any]) -> GgufVocab:
     """
     kind = _need(metadata, "model")
     if kind not in ("gpt2", "llama"):
-        raise UnsupportedError(f"tokenizer.ggml.model = {kind!r} is not supported: only 'gpt2' and 'llama' are")
-    tokens = [str(token) for token in _need(metadata, "tokens")]
-    types = [int(value) for value in _get(metadata, "token_type", [TokenType.NORMAL] * len(tokens))]
+        raise UnsupportedError(f"tokenizer.ggml.model = {kind!r:.100} is not supported: only 'gpt2' and 'llama' are")
+    tokens = _list(metadata, "tokens", str)
+    types = _list(metadata, "token_type", int, [TokenType.NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     turn_ends = {i: token for i, token in enumerate(tokens) if token in _TURN_ENDS}
@@ -164,12 +166,19 @@ def read(metadata: Mapping[str, Any]) -> GgufVocab:
     build = _byte_level if kind == "gpt2" else _sentencepiece
     encode_fragment, token_bytes, defaults = build(metadata, tokens, types)
 
-    role_ids = {role: _get(metadata, f"{name}_token_id", defaults.get(role)) for role, name in _ROLES.items()}
-    role_ids = {role: int(i) for role, i in role_ids.items() if i is not None and 0 <= int(i) < len(tokens)}
-    ends = [role_ids.get("eos_token"), _get(metadata, "eot_token_id"), _get(metadata, "eom_token_id"), *turn_ends]
+    def token_id(name: str, default: int | None = None) -> int | None:
+        i = _get(metadata, f"{name}_token_id", default)
+        if i is not None and type(i) is not int:
+            raise CheckpointError(f"tokenizer.ggml.{name}_token_id = {i!r:.100}, expected an integer")
+        # Some converters write ids beyond the vocabulary for roles that the model does not have.
+        return i if i is not None and 0 <= i < len(tokens) else None
+
+    ids = {role: token_id(name, defaults.get(role)) for role, name in _ROLES.items()}
+    role_ids = {role: i for role, i in ids.items() if i is not None}
+    ends: list[Any] = [role_ids.get("eos_token"), token_id("eot"), token_id("eom"), *turn_ends]
     if {"<|return|>", "<|call|>"} <= set(tokens):  # the Harmony format, where <|end|> ends a message, not a turn
         ends = [i for i in ends if turn_ends.get(i) != "<|end|>"]
-    eos_ids = tuple(dict.fromkeys(int(i) for i in ends if i is not None and 0 <= int(i) < len(tokens)))
+    eos_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
     add_bos = bool(_get(metadata, "add_bos_token", defaults["add_bos"]))
     add_eos = bool(_get(metadata, "add_eos_token", False))
     for add, role in ((add_bos, "bos_token"), (add_eos, "eos_token")):
@@ -183,11 +192,18 @@ def _get(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
     return metadata.get(f"tokenizer.ggml.{key}", default)
 
 
-def _need(metadata: Mapping[str, Any], key: str) -> Any:
-    value = _get(metadata, key)
+def _need(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    value = _get(metadata, key, default)
     if value is None:
         raise CheckpointError(f"the GGUF file has no tokenizer.ggml.{key}")
     return value
+
+
+def _list(metadata: Mapping[str, Any], key: str, kind: type, default: Any = None) -> list[Any]:
+    values = _need(metadata, key, default)
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise CheckpointError(f"tokenizer.ggml.{key} is not an array of {kind.__name__}")
+    return list(values)
 
 
 # Byte-level BPE writes every byte as a printable character: itself, or, where it has no printable one, the next
@@ -205,21 +221,24 @@ def byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
+# Characters of a SentencePiece piece, several times what any model has: all ways to cut one in two are tried.
+_MAX_PIECE = 512
+
 type _Built = tuple[Callable[[str], list[int]], list[bytes], dict[str, Any]]
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> _Built:
     name = _get(metadata, "pre", "default")
-    pre = PRE_TOKENIZERS.get(name)
+    pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise UnsupportedError(f"tokenizer.ggml.pre = {name!r} is not supported; these are: {known}")
+        raise UnsupportedError(f"tokenizer.ggml.pre = {name!r:.100} is not supported; these are: {known}")
     # Tokens that only their own string may yield are no part of the model, so no merge can lead to them.
     literal = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
     apart = {token for token, kind in zip(tokens, types, strict=True) if kind in literal}
     vocab = {token: i for i, token in enumerate(tokens) if token not in apart}
     merges = []
-    for merge in _need(metadata, "merges"):
+    for merge in _list(metadata, "merges", str):
         left, _, right = merge.partition(" ")
         if left + right not in apart:
             merges.append((left, right))
@@ -235,10 +254,17 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> _Built:
-    scores = [float(score) for score in _need(metadata, "scores")]
+    scores = _list(metadata, "scores", float)
     if len(scores) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+    if any(map(math.isnan, scores)):
+        raise CheckpointError("tokenizer.ggml.scores has one that is not a number")  # and has no rank among the others
     normal = {token: i for i, token in enumerate(tokens) if types[i] == TokenType.NORMAL}
+    if (longest := max(map(len, normal), default=0)) > _MAX_PIECE:
+        raise CheckpointError(f"tokenizer.ggml.tokens has one of {longest} characters, the most is {_MAX_PIECE}")
+    for token, kind in zip(tokens, types, strict=True):
+        if kind == TokenType.BYTE and not re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+            raise CheckpointError(f"tokenizer.ggml.tokens has {token!r:.100} for a byte, expected <0x00> to <0xFF>")
     vocab = normal | {token: i for i, token in enumerate(tokens) if types[i] == TokenType.BYTE}
     # SentencePiece joins any two neighbours whose join is a piece, best score first, leftmost first among equals.
     # As merges: every way to cut a piece in two pieces, ranked by score. Equals can only be cuts of one piece.

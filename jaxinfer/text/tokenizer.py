@@ -23,6 +23,7 @@ from jaxinfer.text.gguf_vocab import TokenType
 
 # Rust's \s, which decides what a token with `lstrip` or `rstrip` swallows; Python's has four separators more.
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_MAX_UNUSED_IDS = 1 << 20  # some vocabularies leave gaps before the tokens that were added
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -93,6 +94,9 @@ class Tokenizer:
           UnsupportedError: if the kind of tokenizer or of pre-tokenizer is not known here; the message names it.
         """
         vocab = gguf_vocab.read(metadata)
+        chat_template = metadata.get("tokenizer.chat_template")
+        if not isinstance(chat_template, str | None):
+            raise CheckpointError("tokenizer.chat_template is not a string")
 
         def of_type(*types: TokenType) -> dict[str, TextToken]:
             return {vocab.tokens[i]: TextToken(i) for i, kind in enumerate(vocab.types) if kind in types}
@@ -110,7 +114,7 @@ class Tokenizer:
             eos_token_ids=vocab.eos_ids,
             prefix_ids=[bos] if vocab.add_bos and bos is not None else [],
             suffix_ids=[eos] if vocab.add_eos and eos is not None else [],
-            chat_template=metadata.get("tokenizer.chat_template"),
+            chat_template=chat_template,
             token_bytes=vocab.token_bytes,
             strip_space=vocab.strip_space,
         )
@@ -131,9 +135,11 @@ class Tokenizer:
         tokens = backend.get_vocab(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         vocab_size = max(tokens.values(), default=-1) + 1
+        if vocab_size > 2 * len(tokens) + _MAX_UNUSED_IDS:  # a table of that size is made
+            raise CheckpointError(f"{folder} has a tokenizer of {len(tokens)} tokens with ids up to {vocab_size - 1}")
 
         roles = {role: settings.get(role) for role in _ROLES}
-        roles = {role: value["content"] if isinstance(value, dict) else value for role, value in roles.items()}
+        roles = {role: value.get("content") if isinstance(value, dict) else value for role, value in roles.items()}
         special_tokens = {role: text for role, text in roles.items() if isinstance(text, str)}
         bos, eos = (tokens.get(special_tokens.get(role, "")) for role in ("bos_token", "eos_token"))
         ends = _read_json(folder / "generation_config.json").get("eos_token_id")
@@ -141,7 +147,7 @@ class Tokenizer:
             ends = _read_json(folder / "config.json").get("eos_token_id")
         ends = [eos, *(ends if isinstance(ends, list) else [ends])]
 
-        prefix, suffix = _added_around(backend)
+        prefix, suffix = _translated(folder, lambda: _added_around(backend))
         if (add := settings.get("add_bos_token")) is not None and bos is not None:
             prefix = [bos] * bool(add) + [i for i in prefix if i != bos]
         if (add := settings.get("add_eos_token")) is not None and eos is not None:
@@ -167,7 +173,7 @@ class Tokenizer:
             special_ids=frozenset(i for i, token in added.items() if token.special),
             special_tokens=special_tokens,
             bos_token_id=bos,
-            eos_token_ids=tuple(dict.fromkeys(i for i in ends if isinstance(i, int))),
+            eos_token_ids=tuple(dict.fromkeys(i for i in ends if type(i) is int and i >= 0)),
             prefix_ids=prefix,
             suffix_ids=suffix,
             chat_template=_read_chat_template(folder, settings),
@@ -298,37 +304,50 @@ def _check_text(text: str) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON file's object, or an empty one if there is no such file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(_read_text(path))
     except FileNotFoundError:
         return {}
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return value
 
 
+def _read_text(path: Path) -> str:
+    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+        raise OSError("not a regular file")
+    return path.read_text(encoding="utf-8")
+
+
+def _translated[T](what: Path | str, read: Callable[[], T]) -> T:
+    """What `read` returns; whatever the libraries raise, panics of their Rust included, says what cannot be read."""
+    try:
+        return read()
+    except BaseException as error:  # such a panic is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{what} cannot be read: {error!s:.1000}") from None
+
+
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
-    if file.is_file():
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises no narrower one
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
+    if file.exists():
+        backend = _translated(file, lambda: tokenizers.Tokenizer.from_str(_read_text(file)))
     else:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder")
-        try:
-            from transformers import AutoTokenizer
-
-            backend = AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
-        except Exception as error:  # whatever the folder's files make it raise
-            raise CheckpointError(
-                f"{folder} has no tokenizer.json, and transformers cannot make one: {error}"
-            ) from None
+        backend = _translated(f"{folder} has no tokenizer.json, and for transformers", lambda: _convert(folder))
     backend.no_padding()
     backend.no_truncation()
     return backend
+
+
+def _convert(folder: Path) -> tokenizers.Tokenizer:
+    from transformers import AutoTokenizer
+
+    # Refused rather than asked about at the terminal: code that comes with a model is not run.
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False).backend_tokenizer
 
 
 def _added_around(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
@@ -342,12 +361,14 @@ def _added_around(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
 
 def _read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if file.exists():
+        return _translated(file, lambda: _read_text(file))
     template = _read_json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = entries[0].get("template") if entries else None
+    if not isinstance(template, str | None):
+        raise CheckpointError(f"{folder} has a chat_template that is not a string")
     return template
 
 
