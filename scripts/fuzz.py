@@ -1,4 +1,4 @@
-"""Runs the tests' properties over damaged files, hostile templates and split texts for longer than CI does.
+"""Runs the tests' properties over damaged files, hostile templates, split texts and requests for longer than CI does.
 
     python scripts/fuzz.py --target all --seconds 300 --seed 1
 
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "checkpoints", "text"))]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "checkpoints", "text", "server"))]
 
 import hypothesis  # noqa: E402
 
-TARGETS = ("gguf", "safetensors", "template", "text")
+TARGETS = ("gguf", "safetensors", "template", "text", "requests")
 ROUND = 100  # examples a round: the clock is looked at between two of them
 MOST_ROUNDS = 100_000
 
@@ -38,10 +38,29 @@ def properties(target: str) -> list[tuple[Callable[..., None], dict[str, Any]]]:
         from test_detokenizer_splits import LONG_FUZZ, SPLIT_FUZZ
 
         return [SPLIT_FUZZ, LONG_FUZZ]
+    if target == "requests":
+        return [_requests()]
     from test_fuzz_headers import GGUF_FUZZ, SAFETENSORS_FUZZ, warm_up
 
     warm_up()
     return [GGUF_FUZZ if target == "gguf" else SAFETENSORS_FUZZ]
+
+
+def _requests() -> tuple[Callable[..., None], dict[str, Any]]:
+    import logging
+    import os
+
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # of the servers that come and go
+
+    from test_fuzz_requests import REQUESTS, check_requests
+    from tiny_engines import closed_engine, config_of, write_tiny_model
+
+    from jaxinfer.checkpoints.source import default_cache_dir
+
+    logging.disable(logging.WARNING)  # refusals are what is made here
+    folder = write_tiny_model(Path(tempfile.mkdtemp(prefix="tiny-")) / "model")
+    base = closed_engine(config_of(folder), default_cache_dir(os.environ))
+    return (lambda messages: check_requests(base, messages)), REQUESTS
 
 
 def run(target: str, seconds: float, seed: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny_checkpoints
+from tiny_engines import closed_engine, config_of, write_tiny_model
 
 from jaxinfer.checkpoints.source import default_cache_dir, resolve
 from jaxinfer.config import EngineConfig
@@ -32,30 +32,18 @@ def smollm2_path(cache_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny") / "llama3"
-    tiny_checkpoints.write_hf_folder(folder, tiny_checkpoints.VARIANTS["llama3"])
-    return folder
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "llama3")
 
 
 @pytest.fixture(scope="session")
 def tiny_config(tiny_folder: Path) -> EngineConfig:
-    """Programs for 1, 8 and 32 tokens."""
-    return EngineConfig(
-        model=str(tiny_folder),
-        dtype="float32",
-        max_num_seqs=32,
-        max_num_batched_tokens=32,
-        page_size=4,
-        max_model_len=128,
-    )
+    return config_of(tiny_folder)
 
 
 @pytest.fixture(scope="session")
 def base(tiny_config: EngineConfig, cache_dir: Path) -> Engine:
     """A closed engine, whose runner others use."""
-    engine = Engine.start(tiny_config, cache_dir=cache_dir)
-    engine.close()
-    return engine
+    return closed_engine(tiny_config, cache_dir)
 
 
 @pytest.fixture(autouse=True)

@@ -117,9 +117,7 @@ async def outcome(call: Any, parsed: bool = True) -> None:
     assert details, "a refusal that says nothing"
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(messages=st.lists(requests(), min_size=1, max_size=16))
-def test_any_request_has_one_end_and_leaves_nothing(base: Engine, messages: list[pb.GenerateRequest]):
+def check_requests(base: Engine, messages: list[pb.GenerateRequest]) -> None:
     async def main() -> None:
         async with service_on(base, num_pages=40) as service:
             right = (await service.ask([5, 6, 7])).tokens()
@@ -127,6 +125,15 @@ def test_any_request_has_one_end_and_leaves_nothing(base: Engine, messages: list
             assert (await service.ask([5, 6, 7], GREEDY)).tokens() == right
 
     run(main(), 60)
+
+
+REQUESTS = {"messages": st.lists(requests(), min_size=1, max_size=16)}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(**REQUESTS)
+def test_any_request_has_one_end_and_leaves_nothing(base: Engine, messages: list[pb.GenerateRequest]):
+    check_requests(base, messages)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
