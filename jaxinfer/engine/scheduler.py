@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxinfer.config import SchedulerConfig
 from jaxinfer.engine.sequence import Sequence, Status
-from jaxinfer.errors import InvalidArgumentError, JaxinferError, QueueFullError, RequestExistsError
+from jaxinfer.errors import InvalidArgumentError, JaxinferError, RequestExistsError
 from jaxinfer.kv_cache.blocks import PageAllocator
 from jaxinfer.types import MAX_INT32, SAMPLING_ROW, FinishReason, SlotEntry, StepPlan, StepTokens
 
@@ -126,7 +126,6 @@ class Scheduler:
 
         Raises:
           InvalidArgumentError: the prompt leaves no room for a token in the context, or never fits the page pool.
-          QueueFullError: `max_waiting` requests wait already.
           RequestExistsError: a live request has this id.
         """
         config, first = self.config, samples[0]
@@ -137,8 +136,6 @@ class Scheduler:
         if prompt_len > pool_tokens:
             allowed = f"at most {pool_tokens} tokens, all that the page pool holds"
             raise InvalidArgumentError("prompt", f"{prompt_len} tokens", allowed)
-        if sum(sequence.leader is None for sequence in self._waiting) >= config.max_waiting:
-            raise QueueFullError(f"{config.max_waiting} requests are waiting already")
         if first.request_id in self._requests:
             raise RequestExistsError(f"request {first.request_id!r} is live already")
 

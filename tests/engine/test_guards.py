@@ -91,6 +91,17 @@ def test_waiting_tokens_are_bounded(open_house: Callable[..., House]):
     assert house.engine.stats().waiting_tokens == 0
 
 
+def test_what_was_preempted_is_not_counted_again(open_house: Callable[..., House]):
+    """It waits for pages, and still was admitted once: nobody who was let in is refused for it."""
+    house = open_house(num_pages=26, max_num_seqs=8, max_waiting=2)
+    answers = []
+    for i in range(8):
+        until(lambda: house.engine._admission.requests < 2)
+        answers.append(house.send(random_prompt(i, 20), max_tokens=60))
+    assert [answer.error for answer in answers] == [None] * 8
+    assert house.scheduler.num_preemptions > 0
+
+
 def test_a_refused_request_takes_no_place(house: House):
     for bad in ([], [10**6]):
         with pytest.raises(InvalidArgumentError):

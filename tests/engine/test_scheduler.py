@@ -8,7 +8,7 @@ import pytest
 from jaxinfer.config import SchedulerConfig
 from jaxinfer.engine.scheduler import NewToken, Scheduler
 from jaxinfer.engine.sequence import Sequence, Status, make_samples, sample_seed
-from jaxinfer.errors import InvalidArgumentError, QueueFullError, RequestExistsError
+from jaxinfer.errors import InvalidArgumentError, RequestExistsError
 from jaxinfer.types import FinishReason, SamplingParams, StepPlan, StepTokens
 
 EOS = 2
@@ -177,16 +177,6 @@ def test_smaller_priority_first_then_first_come() -> None:
         made = plan(scheduler)
         seen += [new.sequence.request_id for new in commit(scheduler, made)]
     assert seen == ["e", "b", "d", "a", "c"]
-
-
-def test_queue_is_bounded_in_requests() -> None:
-    scheduler = make(max_waiting=2)
-    add(scheduler, "a", 3, n=4)
-    add(scheduler, "b", 3)
-    with pytest.raises(QueueFullError, match="2 requests"):
-        add(scheduler, "c", 3)
-    plan(scheduler)  # both have a sample that runs
-    add(scheduler, "c", 3)
 
 
 def test_never_fits_is_refused_at_once_and_names_the_pool() -> None:

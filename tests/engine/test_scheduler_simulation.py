@@ -20,7 +20,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxinfer.config import SchedulerConfig
 from jaxinfer.engine.scheduler import Scheduler, ScoredPrompt
 from jaxinfer.engine.sequence import Sequence, make_samples
-from jaxinfer.errors import QueueFullError
 from jaxinfer.types import FinishReason, SamplingParams, StepPlan, StepTokens
 
 VOCAB, EOS = 23, 0
@@ -405,7 +404,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_size=page_size,
             num_pages=-(-pool_tokens // page_size),
             prefix_caching=prefix_caching,
-            max_waiting=8,
         )
         self.simulation = Simulation(config)
         self.count = 0
@@ -413,10 +411,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, prompt: list[int], **options) -> None:
         config = self.simulation.config
         prompt = prompt[: min(config.max_model_len - 1, config.num_pages * config.page_size)]
-        try:
-            self.simulation.add(f"r{self.count}", prompt, **options)
-        except QueueFullError:
-            assert self.simulation.scheduler.num_waiting >= config.max_waiting
+        self.simulation.add(f"r{self.count}", prompt, **options)
         self.count += 1
 
     @rule(
