@@ -90,7 +90,8 @@ class GenerateStream(Iterator[Event]):
                 raise _ended_early() from None
             raise
         except grpc.RpcError as failed:
-            if self._closed:  # by another thread, meanwhile
+            # Closed by another thread, meanwhile; or all is here, and the deadline came before the call's status.
+            if self._closed or self._finished:
                 raise StopIteration from None
             self._closed = True
             raise wire.error_of(failed) from None
@@ -128,7 +129,7 @@ class AsyncGenerateStream(AsyncIterator[Event]):
                 raise _ended_early() from None
             raise
         except grpc.RpcError as failed:
-            if self._closed:
+            if self._closed or self._finished:
                 raise StopAsyncIteration from None
             self._closed = True
             raise wire.error_of(failed) from None

@@ -7,14 +7,15 @@ import threading
 import time
 from collections.abc import Callable
 
+import grpc
 import pytest
 from fake_engine import BOS, FakeEngine
 from server_harness import run, serving, until
 
 from jaxinfer.errors import DeadlineExceededError, InvalidArgumentError, RequestExistsError
-from jaxinfer.types import Delta, Finished, FinishReason, SamplingParams
+from jaxinfer.types import Delta, Finished, FinishReason, SamplingParams, Timings, Usage
 from server import wire
-from server.client import AsyncClient, Client
+from server.client import AsyncClient, AsyncGenerateStream, Client, GenerateStream
 from server.grpc_service import GrpcServer
 
 
@@ -207,3 +208,40 @@ def test_aclose_from_another_task_ends_the_iteration():
             assert await asyncio.wait_for(reading, 2) == []
 
     run(main())
+
+
+class TooLate(grpc.RpcError):
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def details(self) -> str:
+        return "Stream removed (Deadline Exceeded)"
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+
+def test_a_deadline_between_the_last_message_and_the_status_is_no_error():
+    """All is here then; one end is enough."""
+    last = Finished((), Usage(1, 0, 0), Timings(0.0, 0.0, 0.0))
+
+    def messages():
+        yield wire.event_to_proto("r", last)
+        raise TooLate
+
+    async def messages_async():
+        for message in messages():
+            yield message
+
+    async def main():
+        return [event async for event in AsyncGenerateStream(messages_async(), "r")]
+
+    assert list(GenerateStream(messages(), "r")) == [last]
+    assert run(main()) == [last]
+
+    def too_early():
+        raise TooLate
+        yield
+
+    with pytest.raises(DeadlineExceededError):
+        list(GenerateStream(too_early(), "r"))
