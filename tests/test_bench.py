@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import tiny_checkpoints
 
 from jaxinfer.bench import throughput
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.engine import Engine, EngineState
 from jaxinfer.errors import InvalidArgumentError, JaxinferError, QueueFullError, StepFailedError
 from jaxinfer.types import Delta, Event, Finished, Request, SamplingParams
@@ -130,7 +130,7 @@ def test_a_request_that_fails_ends_it_with_its_error(engine: Engine, monkeypatch
 
 @pytest.mark.timeout(120)
 def test_a_refused_request_ends_those_before_it(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine, "scheduler_config", replace(engine.scheduler_config, max_waiting=3))
+    monkeypatch.setattr(engine, "_admission", Admission(3, 10**6))
     with pytest.raises(QueueFullError):
         throughput(engine, num_prompts=40, input_len=9, output_len=50, rounds=1)
     monkeypatch.undo()

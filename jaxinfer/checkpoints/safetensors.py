@@ -77,7 +77,7 @@ class SafetensorsReader:
             if not _is_file_name(shard):
                 raise CheckpointError(f"{folder / INDEX}: {shown(shard)} (for {name}) is no file name in this folder")
             if not os.path.isfile(folder / shard):
-                raise CheckpointError(f"{folder / shard}: missing, though {INDEX} names it (for {name})")
+                raise CheckpointError(f"{folder / shown(shard)}: missing, though {INDEX} names it (for {name})")
             self._add_file(folder / shard)
         for name, shard in weight_map.items():
             if name not in self.tensors:
@@ -145,7 +145,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _is_file_name(name: str) -> bool:
     """Whether a name from a checkpoint stays in the checkpoint's folder, on any system."""
-    return name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+    surrogates = any("\ud800" <= char <= "\udfff" for char in name)  # which no file system can write
+    return name not in ("", ".", "..") and not set(name) & set("/\\:\0") and not surrogates
 
 
 def _check_inside(path: Path) -> None:

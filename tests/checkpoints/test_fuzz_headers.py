@@ -441,7 +441,9 @@ def test_a_header_that_is_not_utf8(tmp_path):
             SafetensorsReader(tmp_path)
 
 
-@pytest.mark.parametrize("shard", ["../w.safetensors", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "C:w", "w\0"])
+@pytest.mark.parametrize(
+    "shard", ["../w.safetensors", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "C:w", "w\0", "\ud800"]
+)
 def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path, shard):
     (tmp_path / "w.safetensors").write_bytes(safetensors_file(f'{{"a": {entry()}}}'))
     folder = tmp_path / "model"
