@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from tiny_engines import closed_engine, config_of, write_tiny_model
 
 from jaxinfer.checkpoints.source import default_cache_dir, resolve
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+
+# The same examples in every run; scripts/fuzz.py looks for others.
+settings.register_profile("same-examples", derandomize=True)
+settings.load_profile("same-examples")
 
 
 @pytest.fixture(scope="session")
