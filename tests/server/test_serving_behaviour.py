@@ -421,7 +421,7 @@ def test_client_gone(base: Engine, moment: str, n: int, monkeypatch: pytest.Monk
     """The request stops within a step, and its pages come back."""
     read = base.runner.read
     # The news of it travels faster than a step, as with a model of a useful size.
-    monkeypatch.setattr(base.runner, "read", lambda flight: (time.sleep(0.03), read(flight))[1])
+    monkeypatch.setattr(base.runner, "read", lambda flight: (time.sleep(0.06), read(flight))[1])
 
     async def main() -> None:
         async with service_on(base, max_num_seqs=4) as service:
