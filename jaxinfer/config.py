@@ -102,6 +102,18 @@ class SchedulerConfig:
                 f"at least max_num_seqs = {self.max_num_seqs}, so that every running sequence gets its token",
             )
 
+    def check_prompt(self, num_tokens: int) -> None:
+        """Raises InvalidArgumentError if a prompt of so many tokens can never run."""
+        longest, pool_tokens = self.max_model_len - 1, self.num_pages * self.page_size
+        if num_tokens < 1:
+            raise InvalidArgumentError("prompt", "", "at least one token")
+        if num_tokens > longest:
+            allowed = f"at most {longest} tokens: the context is {longest + 1}, prompt and output together"
+            raise InvalidArgumentError("prompt", f"{num_tokens} tokens", allowed)
+        if num_tokens > pool_tokens:
+            allowed = f"at most {pool_tokens} tokens, all that the page pool holds"
+            raise InvalidArgumentError("prompt", f"{num_tokens} tokens", allowed)
+
     @property
     def max_rows(self) -> int:
         """Most logits of a step: one for each running sequence, and some at least to score prompts by."""

@@ -236,6 +236,7 @@ class Engine:
         try:
             self._check_params(request.params)
             prompt = self._prompt_ids(request)
+            self.scheduler_config.check_prompt(len(prompt))
             self._admission.bring(len(prompt))
             num_tokens = len(prompt)
             live = self._make_live(request, prompt, sink)
@@ -290,12 +291,6 @@ class Engine:
                 raise InvalidArgumentError("allowed_token_ids", list(params.allowed_token_ids), allowed)
 
     def _make_live(self, request: Request, prompt: Sequence[int], sink: Sink) -> LiveRequest:
-        if not prompt:
-            raise InvalidArgumentError("prompt", "", "at least one token")
-        longest = self.scheduler_config.max_model_len - 1
-        if len(prompt) > longest:
-            allowed = f"at most {longest} tokens: the context is {longest + 1}, prompt and output together"
-            raise InvalidArgumentError("prompt", f"{len(prompt)} tokens", allowed)
         seed = request.params.seed
         samples = make_samples(
             request.request_id,

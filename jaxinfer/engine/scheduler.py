@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxinfer.config import SchedulerConfig
 from jaxinfer.engine.sequence import Sequence, Status
-from jaxinfer.errors import InvalidArgumentError, JaxinferError, RequestExistsError
+from jaxinfer.errors import JaxinferError, RequestExistsError
 from jaxinfer.kv_cache.blocks import PageAllocator
 from jaxinfer.types import MAX_INT32, SAMPLING_ROW, FinishReason, SlotEntry, StepPlan, StepTokens
 
@@ -130,12 +130,7 @@ class Scheduler:
         """
         config, first = self.config, samples[0]
         prompt_len, pool_tokens = first.num_prompt_tokens, config.num_pages * config.page_size
-        if not 1 <= prompt_len < config.max_model_len:
-            allowed = f"1 to {config.max_model_len - 1} tokens, one less than max_model_len"
-            raise InvalidArgumentError("prompt", f"{prompt_len} tokens", allowed)
-        if prompt_len > pool_tokens:
-            allowed = f"at most {pool_tokens} tokens, all that the page pool holds"
-            raise InvalidArgumentError("prompt", f"{prompt_len} tokens", allowed)
+        config.check_prompt(prompt_len)
         if first.request_id in self._requests:
             raise RequestExistsError(f"request {first.request_id!r} is live already")
 

@@ -232,9 +232,11 @@ def test_context_limit(prompt: int, tokens: int) -> None:
 
 
 def test_prompt_that_fills_the_context_is_refused() -> None:
-    for prompt in (0, 64, 65):
-        with pytest.raises(InvalidArgumentError, match=rf"{prompt} tokens.*1 to 63"):
+    for prompt in (64, 65):
+        with pytest.raises(InvalidArgumentError, match=rf"{prompt} tokens.*at most 63 tokens"):
             add(make(), "a", prompt)
+    with pytest.raises(InvalidArgumentError, match="at least one token"):
+        add(make(), "a", 0)
 
 
 def test_known_ends_are_never_planned_past() -> None:
