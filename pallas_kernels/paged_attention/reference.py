@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.paged_attention.layout import KV, PageLayout, values_of
+
 
 def token_positions(
     num_tokens: int, kv_lens_S: jax.Array, query_starts_S1: jax.Array, num_seqs: jax.Array
@@ -20,30 +22,29 @@ def token_positions(
 
 
 def write_pages(
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
-    pool: jax.Array,
-    layer: int,
+    rows: KV,
+    pool: KV,
+    layer: int | jax.Array,
     page_table_SM: jax.Array,
     kv_lens_S: jax.Array,
     query_starts_S1: jax.Array,
     num_seqs: jax.Array,
-) -> jax.Array:
-    """Scatters the step's keys and values to their pages; padding goes out of bounds, where it is dropped."""
-    T, K, H = k_TKH.shape
-    P, page_size = pool.shape[1], pool.shape[3]
+) -> KV:
+    """Scatters the step's rows, and their scales, to their pages; padding goes out of bounds, where it is dropped."""
+    T = values_of(rows).shape[0]
+    _, P, _, page_size, _ = values_of(pool).shape
     sequence_T, position_T, valid_T = token_positions(T, kv_lens_S, query_starts_S1, num_seqs)
     page_T = jnp.where(valid_T, page_table_SM[sequence_T, position_T // page_size], P)
-    kv_T2KH = jnp.stack([k_TKH, v_TKH], axis=2).reshape(T, 2 * K, H).astype(pool.dtype)
-    return pool.at[layer, page_T, :, position_T % page_size].set(kv_T2KH, mode="drop")
+    put = lambda pool, rows: pool.at[layer, page_T, :, position_T % page_size].set(rows, mode="drop")
+    return jax.tree.map(put, pool, rows)
 
 
 def paged_attention(
     q_TNH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
-    pool: jax.Array,
-    layer: int,
+    rows: KV,
+    pool: KV,
+    layout: PageLayout,
+    layer: int | jax.Array,
     page_table_SM: jax.Array,
     kv_lens_S: jax.Array,
     query_starts_S1: jax.Array,
@@ -52,15 +53,21 @@ def paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
-) -> tuple[jax.Array, jax.Array]:
-    """See `api.paged_attention`. Gathers every token's whole page table: memory grows with T times M."""
+) -> tuple[KV, jax.Array]:
+    """See `api.paged_attention`; `rows` are the new tokens' as the pool holds them, H is the layout's.
+
+    Gathers every token's whole page table: memory grows with T times M.
+    """
     T, N, H = q_TNH.shape
-    K = k_TKH.shape[1]
-    pool = write_pages(k_TKH, v_TKH, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, num_seqs)
+    K = layout.num_kv_heads
+    pool = write_pages(rows, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, num_seqs)
     sequence_T, position_T, valid_T = token_positions(T, kv_lens_S, query_starts_S1, num_seqs)
-    pages = pool[layer][page_table_SM[sequence_T]].astype(jnp.float32)  # [T, M, 2K, page_size, H]
-    kv = jnp.moveaxis(pages, 2, 1).reshape(T, 2 * K, -1, H)
-    k_TKCH, v_TKCH = kv[:, 0::2], kv[:, 1::2]
+    pages = jax.tree.map(lambda each: each[layer][page_table_SM[sequence_T]], pool)  # [T, M, X, page_size, E]
+
+    def positions(part: int) -> jax.Array:
+        return jnp.moveaxis(layout.part(pages, part).astype(jnp.float32), 2, 1).reshape(T, K, -1, H)
+
+    k_TKCH, v_TKCH = positions(0), positions(1)
     column = jnp.arange(k_TKCH.shape[2])
     seen_TC = (column <= position_T[:, None]) & valid_T[:, None]
     if window is not None:

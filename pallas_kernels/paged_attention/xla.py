@@ -1,4 +1,4 @@
-"""Paged attention in XLA, for the CPU and for any device without a kernel.
+"""Paged attention in XLA, for the CPU and for any device without a kernel: GPUs before Hopper, TPU v4.
 
 Two loops with dynamic trip counts touch little more than the pages in use, whatever the page table's width, so
 that one compiled program serves all lengths:
@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.paged_attention.layout import KV, PageLayout, QuantizedKV, values_of
 from pallas_kernels.paged_attention.reference import token_positions, write_pages
 
 DECODE_BLOCK_TOKENS = 128  # cache positions of a block, all of one sequence
@@ -34,7 +35,7 @@ PREFILL_TILE = 64  # query tokens of a tile
 LOWEST = -1e30  # below any score, yet finite: the difference of two is never NaN
 
 
-class _Scores(NamedTuple):
+class Scores(NamedTuple):
     """What is fixed about the scores."""
 
     scale: float
@@ -48,10 +49,10 @@ class _Scores(NamedTuple):
 
 def paged_attention(
     q_TNH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
-    pool: jax.Array,
-    layer: int,
+    rows: KV,
+    pool: KV,
+    layout: PageLayout,
+    layer: int | jax.Array,
     page_table_SM: jax.Array,
     kv_lens_S: jax.Array,
     query_starts_S1: jax.Array,
@@ -60,39 +61,39 @@ def paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
-) -> tuple[jax.Array, jax.Array]:
-    """See `api.paged_attention`."""
+) -> tuple[KV, jax.Array]:
+    """See `reference.paged_attention`."""
     # With the layer an array, unrolled layers share one trace.
     return _layer_attention(
         q_TNH,
-        k_TKH,
-        v_TKH,
+        rows,
         pool,
+        layout,
         jnp.asarray(layer, jnp.int32),
         page_table_SM,
         kv_lens_S,
         query_starts_S1,
         num_seqs,
-        _Scores(scale, window, soft_cap),
+        Scores(scale, window, soft_cap),
     )
 
 
-@partial(jax.jit, static_argnums=9)
+@partial(jax.jit, static_argnames=("layout", "scores"))
 def _layer_attention(
-    q_TNH, k_TKH, v_TKH, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, num_seqs, scores: _Scores
+    q_TNH, rows, pool, layout: PageLayout, layer, page_table_SM, kv_lens_S, query_starts_S1, num_seqs, scores: Scores
 ):
     T, N, H = q_TNH.shape
     S = kv_lens_S.shape[0]
-    K = k_TKH.shape[1]
-    pool = write_pages(k_TKH, v_TKH, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, num_seqs)
+    K, page_size = layout.num_kv_heads, values_of(pool).shape[3]
+    pool = write_pages(rows, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, num_seqs)
     sequence_T, _, valid_T = token_positions(T, kv_lens_S, query_starts_S1, num_seqs)
     q_TKGH = q_TNH.reshape(T, K, N // K, H)
-    read = partial(_read_pages, pool, layer)
+    read = partial(_read_pages, pool, layout, layer)
     query_lens_S = jnp.where(jnp.arange(S) < num_seqs, query_starts_S1[1:] - query_starts_S1[:-1], 0)
     decodes_S = query_lens_S == 1
-    out_SKGH = _decode(q_TKGH, read, page_table_SM, kv_lens_S, decodes_S, query_starts_S1[:-1], pool, scores)
+    out_SKGH = _decode(q_TKGH, read, page_table_SM, kv_lens_S, decodes_S, query_starts_S1[:-1], page_size, scores)
     if T > 1:
-        out_TKGH = _prefill(q_TKGH, read, page_table_SM, kv_lens_S, query_lens_S, query_starts_S1, pool, scores)
+        out_TKGH = _prefill(q_TKGH, read, page_table_SM, kv_lens_S, query_lens_S, query_starts_S1, page_size, scores)
     else:
         out_TKGH = jnp.zeros(q_TKGH.shape, jnp.float32)  # one token is no prefill
     decode_T = valid_T & decodes_S[sequence_T]
@@ -100,18 +101,23 @@ def _layer_attention(
     return pool, out_TKGH.reshape(T, N, H).astype(q_TNH.dtype)
 
 
-def _read_pages(pool: jax.Array, layer: jax.Array, page_XW: jax.Array, part: int) -> jax.Array:
+def _read_pages(pool: KV, layout: PageLayout, layer: jax.Array, page_XW: jax.Array, part: int) -> jax.Array:
     """Keys (part 0) or values (part 1) of W pages for each of X, end to end: [X, K, W * page_size, H]."""
-    L, P, _, page_size, H = pool.shape
-    K = pool.shape[2] // 2
+    L, P, _, page_size, _ = values_of(pool).shape
+    K, H, joined = layout
     X, W = page_XW.shape
     # Rows of a page and head are contiguous: as one long axis they are copied fastest. K stays an axis of its own,
     # or a pool sharded over heads would be gathered whole.
-    rows = pool.reshape(L * P, K, 2, page_size * H)
-    return rows[layer * P + page_XW, :, part].swapaxes(1, 2).reshape(X, K, W * page_size, H)
+    pages = values_of(pool).reshape(L * P, K, page_size, 2, H) if joined else values_of(pool).reshape(L * P, K, 2, -1)
+    pick = (layer * P + page_XW, slice(None), slice(None), part) if joined else (layer * P + page_XW, slice(None), part)
+    read_XKCH = pages[pick].swapaxes(1, 2).reshape(X, K, W * page_size, H)
+    if not isinstance(pool, QuantizedKV):
+        return read_XKCH
+    scales = pool.scales.reshape(L * P, K, 2, page_size)[layer * P + page_XW, :, part]
+    return read_XKCH.astype(jnp.float32) * scales.swapaxes(1, 2).reshape(X, K, W * page_size, 1)
 
 
-def _flat_list(count_X: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def flat_list(count_X: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Lists count[0] items of owner 0, then those of owner 1, ...: owner [size], number within the owner's, total."""
     ends_X = jnp.cumsum(count_X)
     item_I = jnp.arange(size)
@@ -126,18 +132,17 @@ def _decode(
     kv_lens_R: jax.Array,
     in_use_R: jax.Array,
     token_R: jax.Array,
-    pool: jax.Array,
-    scores: _Scores,
+    page_size: int,
+    scores: Scores,
 ) -> jax.Array:
     """Float32 outputs [R, K, G, H] of rows in use, each one query token at the end of its `kv_lens`."""
     T, K, G, H = q_TKGH.shape
     R, M = page_table_RM.shape
-    page_size = pool.shape[3]
     W = min(max(DECODE_BLOCK_TOKENS // page_size, 1), M)
     C = max(min(DECODE_CHUNK_TOKENS // (W * page_size), R // 2), 1)  # few rows seldom fill a large turn
     first_R = 0 if scores.window is None else jnp.maximum(kv_lens_R - scores.window, 0) // page_size
     pages_R = jnp.where(in_use_R, -(-kv_lens_R // page_size) - first_R, 0)
-    owner_I, number_I, total = _flat_list(-(-pages_R // W), -(-R * -(-M // W) // C) * C)
+    owner_I, number_I, total = flat_list(-(-pages_R // W), -(-R * -(-M // W) // C) * C)
     page_IW = jnp.broadcast_to(first_R, (R,))[owner_I][:, None] + number_I[:, None] * W + jnp.arange(W)
     length_I = jnp.where(jnp.arange(owner_I.size) < total, kv_lens_R[owner_I], 0)
     end_I = length_I - page_IW[:, 0] * page_size  # where in the block the sequence ends, perhaps past the block
@@ -193,25 +198,24 @@ def _prefill(
     kv_lens_S: jax.Array,
     query_lens_S: jax.Array,
     query_starts_S1: jax.Array,
-    pool: jax.Array,
-    scores: _Scores,
+    page_size: int,
+    scores: Scores,
 ) -> jax.Array:
     """Float32 outputs [T, K, G, H] of sequences with more than one query token; 0 for other tokens."""
     T, K, G, H = q_TKGH.shape
     S, M = page_table_SM.shape
-    page_size = pool.shape[3]
     B = min(PREFILL_TILE, T)
     C = min(max(PREFILL_CHUNK_TOKENS // page_size, 1), M)  # pages of a turn
     columns = C * page_size
     tiles_S = jnp.where(query_lens_S > 1, -(-query_lens_S // B), 0)
-    sequence_X, number_X, num_tiles = _flat_list(tiles_S, min(T // 2, T // B + S))
+    sequence_X, number_X, num_tiles = flat_list(tiles_S, min(T // 2, T // B + S))
     end_X = query_starts_S1[sequence_X + 1]
     begin_X = query_starts_S1[sequence_X] + number_X * B
     shift_X = kv_lens_S[sequence_X] - end_X  # from a token's index to its position
     last_X = shift_X + jnp.minimum(begin_X + B, end_X) - 1
     first_X = 0 if scores.window is None else jnp.maximum(shift_X + begin_X + 1 - scores.window, 0)
     turns_X = jnp.where(jnp.arange(end_X.size) < num_tiles, last_X // columns - first_X // columns + 1, 0)
-    tile_I, number_I, total = _flat_list(turns_X, end_X.size * -(-M // C))
+    tile_I, number_I, total = flat_list(turns_X, end_X.size * -(-M // C))
     chunk_I = jnp.broadcast_to(first_X, end_X.shape)[tile_I] // columns + number_I
     turn_I5 = jnp.stack([sequence_X[tile_I], begin_X[tile_I], end_X[tile_I], shift_X[tile_I], chunk_I], axis=1)
     table_SM = jnp.pad(page_table_SM, ((0, 0), (0, -M % C)))
