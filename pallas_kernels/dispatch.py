@@ -31,9 +31,10 @@ def current_device() -> Device:
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         platform = "gpu" if described.platform in ("cuda", "rocm") else described.platform
-        return Device(platform, described.device_kind, described.num_cores or 1)
+        cores = described.num_cores if platform == "tpu" else None  # a GPU tells its multiprocessors
+        return Device(platform, described.device_kind, cores or 1)
     device = jax.devices()[0]
-    return Device(device.platform, device.device_kind, getattr(device, "num_cores", 1))
+    return Device(device.platform, device.device_kind, getattr(device, "num_cores", None) or 1)
 
 
 def choose[F: Callable](
