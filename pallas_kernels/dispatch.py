@@ -30,11 +30,18 @@ def current_device() -> Device:
     """The device that is traced for: that of the abstract mesh in use, which need not exist here, else JAX's first."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
-        platform = "gpu" if described.platform in ("cuda", "rocm") else described.platform
-        cores = described.num_cores if platform == "tpu" else None  # a GPU tells its multiprocessors
-        return Device(platform, described.device_kind, cores or 1)
-    device = jax.devices()[0]
-    return Device(device.platform, device.device_kind, getattr(device, "num_cores", None) or 1)
+        return _device_of(described.platform, described.device_kind, described.num_cores)
+    return device_of(jax.devices()[0])
+
+
+def device_of(device: jax.Device) -> Device:
+    """A device of JAX in our words."""
+    return _device_of(device.platform, device.device_kind, getattr(device, "num_cores", None))
+
+
+def _device_of(platform: str, kind: str, cores: int | None) -> Device:
+    # A GPU tells its multiprocessors as cores.
+    return Device("gpu" if platform in ("cuda", "rocm") else platform, kind, (cores or 1) if platform == "tpu" else 1)
 
 
 def choose[F: Callable](

@@ -36,6 +36,7 @@ from jaxinfer.engine.observer import GuardedObserver, Observer, RequestRecord
 from jaxinfer.errors import JaxinferError, QueueFullError
 from jaxinfer.kv_cache.pool import page_bytes
 from jaxinfer.types import FinishReason
+from pallas_kernels.dispatch import current_device
 from server.client import AsyncClient
 from server.grpc_service import GrpcServer
 
@@ -313,7 +314,7 @@ def engine_config(model: str) -> EngineConfig:
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=STEP_TOKENS,
         page_size=PAGE_SIZE,
-        kv_cache_bytes=NUM_PAGES * page_bytes(checkpoint.config, PAGE_SIZE, np.float32),
+        kv_cache_bytes=NUM_PAGES * page_bytes(checkpoint.config, PAGE_SIZE, np.float32, current_device()),
         max_waiting=MAX_WAITING,
         max_waiting_tokens=MAX_WAITING_TOKENS,
     )

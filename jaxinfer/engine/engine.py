@@ -46,6 +46,7 @@ from jaxinfer.text.bad_words import bad_word_rows
 from jaxinfer.text.chat import encode_chat
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import EngineStats, Event, Failed, Finished, Request, SamplingParams
+from pallas_kernels.dispatch import device_of
 from sharding.mesh import MeshConfig, MeshError
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class Engine:
                 model,
                 scheduler,
                 dtype=dtype,
-                sharding=sharding,
+                mesh=mesh,
                 executables=ExecutableCache(cache_dir / "programs" if config.compile_cache else None),
                 threads=threads,
                 progress=lambda done, total: report("warm-up", done, total),
@@ -483,7 +484,7 @@ def _scheduler_config(
     max_model_len = model.max_position if config.max_model_len is None else config.max_model_len
     if max_model_len > model.max_position:
         raise InvalidArgumentError("max_model_len", max_model_len, f"at most the model's context, {model.max_position}")
-    per_page = page_bytes(model, config.page_size, dtype)
+    per_page = page_bytes(model, config.page_size, dtype, device_of(mesh.devices.flat[0]))
     budget = config.kv_cache_bytes
     if budget is None:
         rules = rules_bytes(config.max_num_seqs + 1, model.vocab_size)

@@ -67,7 +67,7 @@ def _environment() -> str:
     """What makes a stored program valid, besides its own shapes."""
     digest = hashlib.sha256()
     for package in ("jaxinfer", "pallas_kernels"):
-        for path in sorted((_ROOT / package).rglob("*.py")):
+        for path in sorted(path for kind in ("*.py", "*.json") for path in (_ROOT / package).rglob(kind)):
             digest.update(path.read_bytes())
     flags = ""
     if (cpuinfo := Path("/proc/cpuinfo")).exists():

@@ -10,10 +10,12 @@ import itertools
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import ModelConfig, SchedulerConfig
 from jaxinfer.engine.executables import ExecutableCache, expected_compiles
@@ -22,8 +24,12 @@ from jaxinfer.kv_cache.pool import COPIES_PER_CALL, copy_pages, pool_spec
 from jaxinfer.models.decoder import DecoderStructure
 from jaxinfer.sampling.logit_rules import SlotRules, count_tokens, rules_shapes, set_slot
 from jaxinfer.sampling.sampler import SampledTokens, sample
+from pallas_kernels.dispatch import device_of
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.reference import token_positions
+from sharding.rules import partition_spec
+
+POOL_SPLIT = partition_spec((None, None, "kv_heads", None, None))
 
 
 @dataclass(frozen=True)
@@ -70,32 +76,32 @@ def row_shapes(scheduler: SchedulerConfig) -> list[RowShape]:
     return [RowShape(size, scheduler.max_num_seqs) for size in _sizes(scheduler.max_rows)]
 
 
-def make_forward(structure: DecoderStructure, model: ModelConfig, shape: ForwardShape) -> Callable[..., Any]:
-    """The forward pass of one shape, as `Programs` has it."""
+def make_forward(
+    structure: DecoderStructure, model: ModelConfig, shape: ForwardShape, mesh: Mesh | None = None
+) -> Callable[..., Any]:
+    """The forward pass of one shape, as `Programs` has it.
+
+    Args:
+      mesh: where its `tensor` axis is larger than 1, each device attends with its own heads.
+    """
     scale = model.head_dim**-0.5
 
     def forward(
         leaves: tuple[jax.Array, ...], pool: jax.Array, last_tokens: jax.Array, packed: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         inputs = shape.unpack(packed)
+        step = (inputs.page_table_SM, inputs.kv_lens_S, inputs.query_starts_S1, inputs.num_seqs)
 
         def attend(q_TNH, k_TKH, v_TKH, pool, layer, window):
-            return paged_attention(
-                q_TNH,
-                k_TKH,
-                v_TKH,
-                pool,
-                layer,
-                inputs.page_table_SM,
-                inputs.kv_lens_S,
-                inputs.query_starts_S1,
-                inputs.num_seqs,
-                scale=scale,
-                window=window,
-            )
+            call = partial(paged_attention, scale=scale, window=window)
+            if mesh is not None and mesh.shape["tensor"] > 1:
+                heads, everywhere = partition_spec((None, "heads", None)), PartitionSpec()
+                specs = (heads, heads, heads, POOL_SPLIT, everywhere, *(everywhere for _ in step))
+                call = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=(POOL_SPLIT, heads), check_vma=False)
+            return call(q_TNH, k_TKH, v_TKH, pool, jnp.asarray(layer, jnp.int32), *step)
 
         token_ids_T = resolve_tokens(inputs, last_tokens)
-        _, positions_T, _ = token_positions(shape.num_tokens, inputs.kv_lens_S, inputs.query_starts_S1, inputs.num_seqs)
+        _, positions_T, _ = token_positions(shape.num_tokens, *step[1:])
         hidden_TD, pool = structure.merge(leaves)(token_ids_T, positions_T, pool, attend)
         return pool, hidden_TD[inputs.row_tokens_R]
 
@@ -123,7 +129,7 @@ def load_or_compile(
     scheduler: SchedulerConfig,
     *,
     dtype: Any,
-    sharding: jax.sharding.Sharding,
+    mesh: Mesh,
     executables: ExecutableCache,
     threads: Executor,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -132,15 +138,19 @@ def load_or_compile(
 
     Args:
       dtype: of activations and of the pool.
-      sharding: of weights, pool and the small state.
+      mesh: whose devices hold a copy of weights, pool and the small state each.
       progress: gets (programs done, in all), from any of the threads.
     """
+
+    sharding = NamedSharding(mesh, PartitionSpec())
 
     def spec(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
     leaves = tuple(spec(weight.shape, weight.dtype) for weight in structure.specs.values())
-    pool = spec(pool_spec(model, scheduler.num_pages, scheduler.page_size, dtype).shape, dtype)
+    pool = spec(
+        pool_spec(model, scheduler.num_pages, scheduler.page_size, dtype, device_of(mesh.devices.flat[0])).shape, dtype
+    )
     last_tokens = spec((scheduler.max_num_seqs + 1,))
     hidden = spec((scheduler.max_rows, model.hidden_size), dtype)
     rules = SlotRules(*(spec(*each) for each in rules_shapes(scheduler.max_num_seqs + 1, model.vocab_size)))
@@ -160,7 +170,8 @@ def load_or_compile(
         key = f"{name} {common}"
         compiled = executables.load(key)
         if compiled is None:
-            with expected_compiles():
+            # Kernels are chosen by the mesh's devices.
+            with expected_compiles(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 compiled = jax.jit(function, donate_argnums=donated, out_shardings=sharding).lower(*specs).compile()
             executables.store(key, compiled)
         return compiled

@@ -17,7 +17,7 @@ positions of a block of W pages.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,6 +68,8 @@ def refusal(device: Device, layout: PageLayout, q_dtype: Any, pool: KV, group: i
         return f"pages of {page_size} tokens; with {dtype} the kernel takes multiples of {rows} up to {LANES}"
     if group > 16:
         return f"{group} query heads for a KV head; the kernel takes at most 16"
+    if q_dtype not in (jnp.bfloat16, jnp.float32):
+        return f"queries of {q_dtype}; the kernel takes bfloat16 and float32"
     if dtype == jnp.float32 and q_dtype != jnp.float32:
         return f"queries of {q_dtype} over a pool of float32"
     return None
@@ -86,6 +88,41 @@ def heuristic_blocks(layout: PageLayout, pool: KV, num_heads: int) -> Blocks:
 def _rows_of_write(dtype: Any) -> int:
     """Rows of a tile in main memory: 8 for 4 bytes, 16 for 2, 32 for 1."""
     return 32 // jnp.dtype(dtype).itemsize
+
+
+def _pages_seen(position: Any, tokens: Any, page_size: int, window: int | None) -> tuple[Any, Any]:
+    """The first page that query tokens from a position on see, and the one past their last: what an item reads."""
+    low = 0 if window is None else position + 1 - window
+    return (low > 0) * low // page_size, (position + tokens - 1) // page_size + 1
+
+
+def _blocks_written(kv_len: Any, query_len: Any, R: int) -> tuple[Any, Any]:
+    """The first block of R rows that a sequence's new tokens lie in, and how many there are."""
+    first = (kv_len - query_len) // R
+    return first, (query_len > 0) * ((kv_len - 1) // R - first + 1)
+
+
+def _rows_written(pool: KV) -> int:
+    # Scales of a page are one tile, which two blocks must not send back side by side.
+    values = values_of(pool)
+    return values.shape[3] if isinstance(pool, QuantizedKV) else _rows_of_write(values.dtype)
+
+
+def transferred_bytes(
+    pool: KV, layout: PageLayout, num_heads: int, query_lens: Sequence[int], kv_lens: Sequence[int], window: int | None
+) -> int:
+    """Bytes of the pool that a call moves from and to main memory, by the kernels' own walk."""
+    page_size = values_of(pool).shape[3]
+    page = sum(math.prod(leaf.shape[2:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool))
+    tile, R = heuristic_blocks(layout, pool, num_heads).tile, _rows_written(pool)
+    total = 0
+    for query_len, kv_len in zip(query_lens, kv_lens, strict=True):
+        for begin in range(0, query_len, tile):
+            position, tokens = kv_len - query_len + begin, min(tile, query_len - begin)
+            first, end = _pages_seen(position, tokens, page_size, window)
+            total += (end - first) * page
+        total += 2 * _blocks_written(kv_len, query_len, R)[1] * page * R // page_size
+    return total
 
 
 class _Step(NamedTuple):
@@ -152,11 +189,8 @@ def _write(rows: KV, pool: KV, step: _Step, num_seqs: jax.Array) -> KV:
     T = len(values_of(rows))
     S = len(step.kv_lens_S)
     _, _, X, page_size, E = values_of(pool).shape
-    # Scales of a page are one tile, which two blocks must not send back side by side.
-    R = page_size if isinstance(pool, QuantizedKV) else _rows_of_write(values_of(pool).dtype)
-    query_lens_S = _query_lens(step, num_seqs)
-    first_S = (step.kv_lens_S - query_lens_S) // R
-    count_S = jnp.where(query_lens_S > 0, (step.kv_lens_S - 1) // R - first_S + 1, 0)
+    R = _rows_written(pool)
+    first_S, count_S = _blocks_written(step.kv_lens_S, _query_lens(step, num_seqs), R)
     sequence_I, number_I, total = flat_list(count_S, min(T, T // R + 2 * S))
     block_I = first_S[sequence_I] + number_I
     # A block's rows may begin before the step's first token and end after its last.
@@ -366,9 +400,8 @@ def _attend_kernel(layer, table, lens, starts, sequence, begin, totals, q_hbm, *
             s, start = sequence[at], begin[at]
             tokens = jnp.minimum(tile, starts[s + 1] - start)
             position = lens[s] - starts[s + 1] + start
-            low = 0 if plan.scores.window is None else jnp.maximum(position + 1 - plan.scores.window, 0)
-            end_page = (position + tokens - 1) // plan.page_size + 1
-            return _Item(s, start, tokens, position, low // plan.page_size, end_page, lens[s])
+            first_page, end_page = _pages_seen(position, tokens, plan.page_size, plan.scores.window)
+            return _Item(s, start, tokens, position, first_page, end_page, lens[s])
 
         def num_blocks(it: _Item):
             return (it.end_page - it.first_page + W - 1) // W

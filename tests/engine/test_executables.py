@@ -21,6 +21,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.executables import ExecutableCache, compile_count, expected_compiles, stray_compile_count
 from jaxinfer.kv_cache.pool import page_bytes
 from jaxinfer.types import Request, SamplingParams
+from pallas_kernels.dispatch import Device
 
 SPEC = jax.ShapeDtypeStruct((8,), jnp.float32)
 
@@ -111,7 +112,9 @@ def test_engines_of_other_sizes_share_a_folder(tiny_config: EngineConfig, tmp_pa
             params = SamplingParams(max_tokens=3, n=max_num_seqs, ignore_eos=True)
             engine.submit(Request(request_id="a", params=params, token_ids=[5, 6, 7]), answer.sink)
             assert len(answer.finished.ends) == max_num_seqs
-        assert engine.scheduler_config.num_pages == 100_000 // page_bytes(engine.model_config, 4, "float32")
+        assert engine.scheduler_config.num_pages == 100_000 // page_bytes(
+            engine.model_config, 4, "float32", Device("cpu", "cpu")
+        )
 
 
 def test_what_another_engine_compiles_at_its_start_is_no_stray():

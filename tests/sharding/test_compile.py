@@ -3,14 +3,13 @@ compiled for the CPU here, and, where their environments are at hand, of program
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
+import compilers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -343,34 +342,13 @@ def test_errors_say_whose_they_are() -> None:
 
 # Chips that are not here: by the environments that scripts/compilers.sh makes, in processes of their own.
 
-COMPILERS = [Path(folder) for folder in os.environ.get("JAXINFER_COMPILERS", "").split(os.pathsep) if folder]
-REPOSITORY = Path(__file__).parents[2]
-
-
-@cache
-def steps(environment: Path, chips: str) -> dict:
-    """What compiled_steps.py finds in an environment."""
-    script = Path(__file__).with_name("compiled_steps.py")
-    run = subprocess.run(
-        [environment / "bin" / "python", script, chips],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout.splitlines()[-1])
-
 
 @pytest.mark.parametrize("chips", ["v6e:2", "h200:2"])
-@pytest.mark.parametrize("environment", COMPILERS or [None], ids=lambda path: path.name if path else "none")
+@compilers.each_environment
 class TestDescribedChips:
     @pytest.fixture
     def found(self, environment: Path | None, chips: str) -> dict:
-        if environment is None:
-            pytest.skip("JAXINFER_COMPILERS names no environment with compilers; scripts/compilers.sh makes one")
-        return steps(environment, chips)
+        return compilers.run(environment, Path(__file__).with_name("compiled_steps.py"), chips)
 
     def test_a_donated_pool_is_aliased_and_nothing_as_large_is_written(self, found: dict) -> None:
         pool_bytes = 256 * 64 * 1024 * 2
@@ -414,5 +392,5 @@ class TestDescribedChips:
 def test_the_script_of_these_tests_imports_here() -> None:
     """Else a renamed function would be noticed only where the compilers are."""
     code = "import compiled_steps; assert compiled_steps.main"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(compilers.REPOSITORY), str(Path(__file__).parent)])}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
