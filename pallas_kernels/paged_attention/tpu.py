@@ -64,7 +64,8 @@ def refusal(device: Device, layout: PageLayout, q_dtype: Any, pool: KV, group: i
         return f"{device.kind} is none of {', '.join(sorted(set(CHIPS.values())))}"
     if elements % LANES:
         return f"rows of {elements} elements; the kernel takes multiples of {LANES}, as pool_spec pads them"
-    if page_size % (rows := _rows_of_write(dtype)) or page_size > LANES:
+    rows = 16 if isinstance(pool, QuantizedKV) else _rows_of_write(dtype)  # quantized pages move whole
+    if page_size % rows or page_size > LANES:
         return f"pages of {page_size} tokens; with {dtype} the kernel takes multiples of {rows} up to {LANES}"
     if group > 16:
         return f"{group} query heads for a KV head; the kernel takes at most 16"

@@ -135,7 +135,7 @@ COMBINATIONS = {
         (Shape(16, 1, 4, 64), 17, 2.0),  # joined rows
         (Shape(16, 3, 1, 80, bf16), 5, None),  # padded heads
         (Shape(32, 2, 2, 128, f32, int8), None, 2.0),
-        (Shape(32, 1, 16, 64, bf16, fp8), 17, None),
+        (Shape(16, 1, 16, 64, bf16, fp8), 17, None),
     ],
     "tpu-2-cores": [(Shape(16, 2, 1, 256, bf16), 17, None)],
 }
@@ -288,8 +288,8 @@ def test_forced_implementation_of_another_device_is_an_error():
         ("TPU v4", Shape(16, 2, 2, 128), "TPU v4 is none of 7x, v5e, v5p, v6e"),
         (
             "TPU v6 lite",
-            Shape(16, 2, 2, 128, f32, int8),
-            "pages of 16 tokens; with int8 the kernel takes multiples of 32",
+            Shape(24, 2, 2, 128, bf16),
+            "pages of 24 tokens; with bfloat16 the kernel takes multiples of 16",
         ),
         ("TPU v6 lite", Shape(256, 2, 2, 128), "pages of 256 tokens"),
         ("TPU v6 lite", Shape(16, 1, 17, 128), "17 query heads for a KV head"),
