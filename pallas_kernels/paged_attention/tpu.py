@@ -31,6 +31,7 @@ from pallas_kernels.dispatch import Device, current_device
 from pallas_kernels.paged_attention.layout import KV, PageLayout, QuantizedKV, values_of
 from pallas_kernels.paged_attention.reference import token_positions
 from pallas_kernels.paged_attention.xla import LOWEST, Scores, flat_list
+from pallas_kernels.tuning import tuned_block
 
 CHIPS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p"} | {
     kind: name for name in ("v6e", "7x") for kind in (f"TPU {name}", f"TPU{name}", f"TPU {name[:-1]} lite")
@@ -76,13 +77,23 @@ def refusal(device: Device, layout: PageLayout, q_dtype: Any, pool: KV, group: i
     return None
 
 
-def heuristic_blocks(layout: PageLayout, pool: KV, num_heads: int) -> Blocks:
-    """Blocks of about 1 MiB, so that FETCHES of them keep memory busy, and tiles that fill the matrix unit."""
-    _, _, rows, _, elements = values_of(pool).shape
-    token_bytes = rows * elements * values_of(pool).dtype.itemsize
+def shape_key(pool: KV, group: int) -> dict[str, Any]:
+    """What block sizes are tuned for."""
+    _, _, rows, page_size, elements = values_of(pool).shape
+    dtype = jnp.dtype(values_of(pool).dtype).name
+    return {"rows": rows, "page_size": page_size, "elements": elements, "group": group, "kv": dtype}
+
+
+def blocks_for(kind: str, layout: PageLayout, pool: KV, group: int) -> Blocks:
+    """The blocks tuned for this kind of chip and shape; else a guess.
+
+    The guess: blocks of about 1 MiB, so that FETCHES of them keep memory busy, and tiles that fill the matrix unit.
+    """
+    if (tuned := tuned_block("paged_attention", kind, shape_key(pool, group))) is not None:
+        return Blocks(**tuned)
+    token_bytes = math.prod(values_of(pool).shape[2:]) // values_of(pool).shape[3] * values_of(pool).dtype.itemsize
     decode = min(max((1 << 20) // token_bytes // LANES * LANES, LANES), 1024)
-    group = num_heads // layout.num_kv_heads
-    tile = 1 << max(min(512 // group, 4096 // num_heads), 8).bit_length() - 1
+    tile = 1 << max(min(512 // group, 4096 // (group * layout.num_kv_heads)), 8).bit_length() - 1
     return Blocks(decode, min(decode, 512), min(tile, LANES))
 
 
@@ -115,7 +126,8 @@ def transferred_bytes(
     """Bytes of the pool that a call moves from and to main memory, by the kernels' own walk."""
     page_size = values_of(pool).shape[3]
     page = sum(math.prod(leaf.shape[2:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool))
-    tile, R = heuristic_blocks(layout, pool, num_heads).tile, _rows_written(pool)
+    blocks = blocks_for(current_device().kind, layout, pool, num_heads // layout.num_kv_heads)
+    tile, R = blocks.tile, _rows_written(pool)
     total = 0
     for query_len, kv_len in zip(query_lens, kv_lens, strict=True):
         for begin in range(0, query_len, tile):
@@ -151,7 +163,8 @@ def paged_attention(
     soft_cap: float | None,
     blocks: Blocks | None = None,
 ) -> tuple[KV, jax.Array]:
-    """See `reference.paged_attention`."""
+    """See `reference.paged_attention`. Blocks of one's own are for tuning."""
+    device = current_device()
     return _layer_attention(
         q_TNH,
         rows,
@@ -163,8 +176,8 @@ def paged_attention(
         num_seqs,
         layout=layout,
         scores=Scores(scale, window, soft_cap),
-        blocks=blocks or heuristic_blocks(layout, pool, q_TNH.shape[1]),
-        cores=current_device().cores,
+        blocks=blocks or blocks_for(device.kind, layout, pool, q_TNH.shape[1] // layout.num_kv_heads),
+        cores=device.cores,
     )
 
 

@@ -1,0 +1,279 @@
+"""Times the kernels on this device, each beside its floor and beside what one would otherwise call.
+
+    python scripts/bench_kernels.py [--only NAME] [--json] [--tiny]
+
+First each case, made small, is compared with the float32 reference; one that is wrong is not timed. The floor of a
+case is its bytes over the rate of a copy measured here, or its operations over the rate of a bfloat16 matmul measured
+here, whichever takes longer. Several calls, on operands that do not fit the caches together, run in one compiled
+program; the time is the median of several runs, divided by the calls. On a GPU all takes a few minutes, most of it
+compiling. `--tiny` shrinks every shape, to try the script where there is no accelerator; its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.dispatch import current_device
+from pallas_kernels.paged_attention import paged_attention, pool_spec
+from pallas_kernels.paged_attention.layout import QuantizedKV
+from pallas_kernels.quantized_matmul import GroupedWeight, Int8Weight, quantized_matmul
+
+bf16 = jnp.bfloat16
+RUNS = 7
+CACHE_BYTES = 256 << 20  # operands of a program together; more than any chip's last cache
+PAGE_SIZE = 64
+MATRICES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}  # Llama-3-8B
+
+
+class Case(NamedTuple):
+    """What is timed.
+
+    Attributes:
+      build: calls -> (jitted program, its arguments); the program makes so many calls.
+      bytes, flops: of a call, at least.
+      call_bytes: of the operands of a call, all of which a cache could keep.
+      check: the largest difference from the reference on a small case, and what is allowed.
+    """
+
+    name: str
+    build: Callable[[int], tuple[Callable, tuple]]
+    bytes: float
+    flops: float
+    call_bytes: float
+    check: Callable[[], tuple[float, float]] | None = None
+    peer: str | None = None  # name of the case that it stands beside
+
+
+def seconds_of(case: Case) -> float:
+    """Median seconds of a call."""
+    calls = max(2, min(32, math.ceil(CACHE_BYTES / case.call_bytes)))
+    program, args = case.build(calls)
+    jax.block_until_ready(program(*args))
+    times = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(*args))
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) / calls
+
+
+def random(seed: int, shape: tuple[int, ...], dtype: Any = bf16) -> jax.Array:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jax.jit(lambda: jax.random.normal(jax.random.key(seed), shape, dtype))()
+    bits = jnp.iinfo(dtype)
+    return jax.jit(
+        lambda: jax.random.randint(jax.random.key(seed), shape, bits.min, bits.max + 1, jnp.int8).astype(dtype)
+    )()
+
+
+def roofs(tiny: bool) -> dict[str, Case]:
+    """A copy and a matmul: what the device does at best."""
+    size, n = (1 << 20, 256) if tiny else (1 << 29, 8192)
+
+    def copy(calls: int):
+        x = random(0, (size,))
+        step = lambda x, _: (x + bf16(1), None)
+        return jax.jit(lambda x: jax.lax.scan(step, x, None, length=calls)[0]), (x,)
+
+    def matmul(calls: int):
+        x, w = random(0, (n, n)), random(1, (n, n))
+        step = lambda x, _: (jnp.dot(x, w), None)
+        return jax.jit(lambda x: jax.lax.scan(step, x, None, length=calls)[0]), (x,)
+
+    return {"copy": Case("copy", copy, 4 * size, 0, CACHE_BYTES / 8),
+            "matmul": Case("matmul", matmul, 6 * n * n, 2 * n**3, CACHE_BYTES / 8)}  # fmt: skip
+
+
+def attention_step(N: int, K: int, H: int, lens: list[tuple[int, int]], kv_dtype: Any, layers: int):
+    """Arguments of `paged_attention`: sequences of (tokens before, now), all pages filled, in random order."""
+    rng = np.random.default_rng(0)
+    pages = [-(-(before + now) // PAGE_SIZE) for before, now in lens]
+    table, ids = np.zeros((len(lens), max(pages)), np.int32), rng.permutation(sum(pages))
+    for s, count in enumerate(pages):
+        table[s, :count], ids = ids[:count], ids[count:]
+    spec = pool_spec(layers, sum(pages), PAGE_SIZE, K, H, kv_dtype, current_device())
+    pool = jax.tree.map(lambda leaf: random(1, leaf.shape, leaf.dtype if leaf.dtype != jnp.float8_e4m3fn else bf16)
+                        .astype(leaf.dtype), spec)  # fmt: skip
+    if isinstance(pool, QuantizedKV):
+        pool = pool._replace(scales=jnp.full_like(pool.scales, 0.01))
+    tokens = sum(now for _, now in lens)
+    q, k, v = random(2, (tokens, N, H)), random(3, (tokens, K, H)), random(4, (tokens, K, H))
+    kv_lens, starts = [b + n for b, n in lens], np.cumsum([0, *(n for _, n in lens)])
+    step = map(jnp.asarray, (table, np.int32(kv_lens), starts.astype(np.int32), np.int32(len(lens))))
+    return q, k, v, pool, tuple(step)
+
+
+def attention(name: str, lens: list[tuple[int, int]], kv_dtype: Any, tiny: bool) -> list[Case]:
+    """Paged attention of Llama-3-8B's shape and, for bfloat16, `jax.nn.dot_product_attention` over a dense cache."""
+    N, K, H = 32, 8, 128
+    tokens, live = sum(now for _, now in lens), sum(b + n for b, n in lens)
+    token_bytes = 2 * K * (H * jnp.dtype(kv_dtype).itemsize + (4 if jnp.dtype(kv_dtype).itemsize == 1 else 0))
+    pairs = sum(n * b + n * (n + 1) / 2 for b, n in lens)  # query tokens times the positions they see
+
+    def call(layers: int, implementation: str | None = None):
+        def program(q, k, v, pool, step):
+            for layer in range(layers):
+                pool, q = paged_attention(q, k, v, pool, layer, *step, scale=H**-0.5, implementation=implementation)
+            return pool, q
+
+        return program
+
+    def build(calls: int):
+        calls = min(calls, 4)  # layers of a pool of this size
+        q, k, v, pool, step = attention_step(N, K, H, lens, kv_dtype, calls)
+        compiled = jax.jit(call(calls), donate_argnums=3)
+        state = [pool]
+
+        def program():
+            state[0], out = compiled(q, k, v, state[0], step)
+            return out
+
+        return program, ()
+
+    def check() -> tuple[float, float]:
+        small = [(min(b, 200), min(n, 70)) for b, n in lens[:5]]
+        args = attention_step(N, K, H, small, kv_dtype, 1)
+        out = jax.jit(call(1))(*args)[1]
+        want = jax.jit(call(1, "reference"))(*args)[1]
+        # Outputs are near 1 and bfloat16 keeps 8 bits.
+        return float(jnp.max(jnp.abs(out.astype(jnp.float32) - want.astype(jnp.float32)))), 0.03
+
+    cases = [Case(name, build, live * token_bytes + 4 * tokens * N * H, 4 * N * H * pairs, live * token_bytes, check)]
+    if kv_dtype != bf16:
+        return cases
+
+    def dense(calls: int):
+        B, most = len(lens), max(b + n for b, n in lens)
+        T = max(n for _, n in lens)
+        q = random(0, (B, T, N, H))
+        kv = [(random(2 * i, (B, most, K, H)), random(2 * i + 1, (B, most, K, H))) for i in range(min(calls, 4))]
+        kv_lens = jnp.asarray([b + n for b, n in lens], jnp.int32)
+        cudnn = current_device().platform == "gpu"
+
+        def program(q, kv):
+            for k, v in kv:
+                q = jax.nn.dot_product_attention(
+                    q, k, v, is_causal=T > 1, key_value_seq_lengths=None if T > 1 else kv_lens,
+                    implementation="cudnn" if cudnn else None,
+                )  # fmt: skip
+            return q
+
+        return jax.jit(program), (q, kv)
+
+    cases.append(Case(f"{name}: jax.nn, dense", dense, cases[0].bytes, cases[0].flops, cases[0].call_bytes, peer=name))
+    return cases
+
+
+def weight(kind: str, I: int, O: int, seed: int) -> Any:  # noqa: E741
+    group = min(128, I)
+    if kind in ("int8", "w8a8"):
+        return Int8Weight(random(seed, (I, O), jnp.int8), jnp.full((O,), 1e-3, jnp.float32))
+    if kind == "bfloat16":
+        return random(seed, (I, O))
+    scales = jnp.full((I // group, O), 1e-2, bf16)
+    zeros = jnp.full((I // group, O), 8, jnp.int8) if kind == "int4 zeros" else None
+    dtype = jnp.uint4 if zeros is not None else jnp.int4
+    values = jax.jit(lambda x: (x & 15 if zeros is not None else x >> 4).astype(dtype))
+    return GroupedWeight(values(random(seed, (I // group, group, O), jnp.int8)), scales, zeros)
+
+
+def matmul(matrix: str, rows: int, kind: str, tiny: bool) -> Case:
+    I, O = (256, 512) if tiny else MATRICES[matrix]  # noqa: E741
+    bits = {"bfloat16": 16, "int8": 8, "w8a8": 8}.get(kind, 4)
+    weight_bytes = I * O * bits / 8 + (0 if bits > 4 else I * O / 128 * (3 if kind == "int4 zeros" else 2))
+    activations = "int8" if kind == "w8a8" else None
+
+    def multiply(x, w, implementation=None):
+        if kind == "bfloat16":
+            return x @ w
+        return quantized_matmul(x, w, activations=activations, implementation=implementation)
+
+    def build(calls: int):
+        x = random(0, (rows, I))
+        return jax.jit(lambda x, ws: [multiply(x, w) for w in ws]), (x, [weight(kind, I, O, i) for i in range(calls)])
+
+    def check() -> tuple[float, float]:
+        x, w = random(0, (rows, I)), weight(kind, I, O, 1)
+        out, want = (
+            jax.jit(lambda x, w, i=i: multiply(x, w, i))(x, w).astype(jnp.float32) for i in (None, "reference")
+        )
+        # XLA's form rounds weights to bfloat16, the result is rounded in any case: 2**-8 of the largest each.
+        return float(jnp.max(jnp.abs(out - want)) / jnp.max(jnp.abs(want))), 2**-7
+
+    name = f"matmul {matrix} rows {rows} {kind}"
+    peer = None if kind == "bfloat16" else f"matmul {matrix} rows {rows} bfloat16"
+    moved = weight_bytes + 2 * rows * (I + O)
+    return Case(name, build, moved, 2 * rows * I * O, weight_bytes, None if kind == "bfloat16" else check, peer)
+
+
+def cases(tiny: bool) -> list[Case]:
+    contexts, seqs, chunk = (256, 4, 256) if tiny else (4096, 64, 4096)
+    decode = [(contexts - 1, 1)] * seqs
+    found = [
+        *attention(f"decode attention, {seqs} x {contexts}", decode, bf16, tiny),
+        *attention(f"decode attention, {seqs} x {contexts}, int8", decode, jnp.int8, tiny),
+        *attention(f"decode attention, {seqs} x {contexts}, fp8", decode, jnp.float8_e4m3fn, tiny),
+        *attention(f"decode attention, 1 x {8 * contexts}", [(8 * contexts - 1, 1)], bf16, tiny),
+        *attention(f"prefill attention, {chunk}", [(0, chunk)], bf16, tiny),
+    ]
+    for matrix in ("qkv",) if tiny else MATRICES:
+        for rows in (1, 64, 2048) if matrix == "gate_up" and not tiny else (1, 64):
+            found += [matmul(matrix, rows, kind, tiny) for kind in ("bfloat16", "int8", "w8a8", "int4", "int4 zeros")]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times the kernels beside their floors.")
+    parser.add_argument("--only", default="", help="cases whose name holds this, and those that they stand beside")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    say = lambda text: print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+    device = jax.devices()[0]
+    best = roofs(args.tiny)
+    copy = best["copy"].bytes / seconds_of(best["copy"])
+    flops = best["matmul"].flops / seconds_of(best["matmul"])
+    say(f"{device.device_kind}, jax {jax.__version__}: copy {copy / 1e9:.0f} GB/s, matmul {flops / 1e12:.1f} TFLOP/s")
+    say(f"{'case':44s} {'us':>9s} {'floor':>9s} {'of it':>6s}  beside")
+    every = cases(args.tiny)
+    wanted = {case.peer for case in every if args.only in case.name} | {c.name for c in every if args.only in c.name}
+    rows: list[dict[str, Any]] = []
+    for case in (case for case in every if case.name in wanted):
+        row: dict[str, Any] = {"case": case.name, "bytes": case.bytes, "flops": case.flops}
+        rows.append(row)
+        try:
+            if case.check is not None:
+                difference, allowed = case.check()
+                row |= {"difference": difference, "allowed": allowed}
+                if not difference <= allowed:
+                    row["error"] = f"off by {difference:.4f}, allowed {allowed:.4f}"
+                    say(f"{case.name:44s} WRONG: {row['error']}")
+                    continue
+            row["us"] = seconds_of(case) * 1e6
+        except Exception as error:  # a case that this device cannot run is a row that says so
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+            say(f"{case.name:44s} {row['error'][:120]}")
+            continue
+        row["floor_us"] = max(case.bytes / copy, case.flops / flops) * 1e6
+        beside = next((other for other in rows if other["case"] == case.peer and "us" in other), None)
+        text = "" if beside is None else f"{beside['us'] / row['us']:.2f} times as fast as {beside['case']}"
+        say(f"{case.name:44s} {row['us']:9.1f} {row['floor_us']:9.1f} {row['floor_us'] / row['us']:6.0%}  {text}")
+    if args.json:
+        print(json.dumps({"device": device.device_kind, "jax": jax.__version__, "copy_bytes_per_s": copy,
+                          "matmul_flops_per_s": flops, "rows": rows}, indent=1))  # fmt: skip
+    sys.exit(any("difference" in row and "error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    main()
