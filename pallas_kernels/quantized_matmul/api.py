@@ -1,0 +1,126 @@
+"""The contract of the quantized matmul; see `reference.py` for its plainest form and `weights.py` for the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import KernelError, choose, current_device
+from pallas_kernels.quantized_matmul import reference, xla
+from pallas_kernels.quantized_matmul.weights import GroupedWeight, Int8Weight, Weight
+
+GROUP_SIZES = (16, 32, 64, 128)
+_FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
+_ACTIVATIONS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float32)))
+_GROUPED = tuple(map(jnp.dtype, (jnp.int4, jnp.uint4, jnp.int8)))
+
+
+def quantized_matmul(
+    x_TI: jax.Array,
+    w: Weight,
+    *,
+    activations: str | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """x @ w, products summed in float32 (int32 with `activations="int8"`).
+
+    Args:
+      x_TI: bfloat16 or float32.
+      w: `Int8Weight`, or `GroupedWeight` with groups of 16, 32, 64 or 128 inputs.
+      activations: "int8" rounds each row of x to int8, its largest magnitude to 127, and multiplies integers; for
+        `Int8Weight` alone.
+      out_dtype: float32, bfloat16 or float16; x's by default.
+      implementation: force one by name ("mosaic_gpu", "xla", "reference"), instead of choosing by device.
+
+    Returns:
+      y_TO, of `out_dtype`.
+
+    Raises:
+      KernelError: shapes, dtypes or the group size do not fit, or the forced implementation cannot serve the call.
+    """
+    _check_activations(x_TI, w, activations)
+    _check_int8(w) if isinstance(w, Int8Weight) else _check_grouped(w)
+    dtype = jnp.dtype(x_TI.dtype if out_dtype is None else out_dtype)
+    if dtype not in _FLOATS:
+        raise KernelError(f"out_dtype is {dtype}; it is one of {_names(_FLOATS)}")
+
+    def mosaic_gpu() -> Callable[..., jax.Array]:
+        from pallas_kernels.quantized_matmul import gpu  # imported where it runs: Mosaic takes a while to import
+
+        return gpu.quantized_matmul
+
+    function = choose(
+        "quantized_matmul",
+        {
+            "mosaic_gpu": (mosaic_gpu, partial(_refused_by_mosaic_gpu, x_TI, w)),
+            "xla": (lambda: xla.quantized_matmul, lambda: None),
+            "reference": (lambda: reference.quantized_matmul, lambda: None),
+        },
+        forced=implementation,
+    )
+    return function(x_TI, w, activations=activations, out_dtype=dtype)
+
+
+def _refused_by_mosaic_gpu(x_TI: jax.Array, w: Weight) -> str | None:
+    device = current_device()
+    if device.platform != "gpu" or not any(name in device.kind for name in ("H100", "H200")):
+        return f"needs a Hopper GPU (H100, H200), not {device.kind}"
+    if isinstance(w, Int8Weight) or w.values_GJO.dtype == jnp.int8:
+        return "serves 4-bit weights; XLA reads int8 ones as they are"
+    if x_TI.dtype != jnp.bfloat16:
+        return f"serves bfloat16 activations, not {x_TI.dtype}"
+    if w.shape[1] % 256:
+        return f"serves multiples of 256 outputs, not {w.shape[1]}"
+    return None
+
+
+def _check_activations(x_TI: jax.Array, w: Weight, activations: str | None) -> None:
+    if x_TI.ndim != 2 or 0 in x_TI.shape:
+        raise KernelError(f"x is {x_TI.shape}; it has two dimensions, rows and inputs, each at least 1")
+    if x_TI.dtype not in _ACTIVATIONS:
+        raise KernelError(f"x is {x_TI.dtype}; it is one of {_names(_ACTIVATIONS)}")
+    if not isinstance(w, Int8Weight | GroupedWeight):
+        raise KernelError(f"w is a {type(w).__name__}; it is an Int8Weight or a GroupedWeight")
+    if activations not in (None, "int8"):
+        raise KernelError(f"activations is {activations!r}; it is None or 'int8'")
+    if activations == "int8" and not isinstance(w, Int8Weight):
+        raise KernelError("activations='int8' needs an Int8Weight: sums over groups have scales of their own")
+    values, ndim = (w.values_IO, 2) if isinstance(w, Int8Weight) else (w.values_GJO, 3)
+    if values.ndim != ndim or 0 in values.shape:
+        raise KernelError(f"the weight's values are {values.shape}; they have {ndim} dimensions, each at least 1")
+    if w.shape[0] != x_TI.shape[1]:
+        raise KernelError(f"x has {x_TI.shape[1]} inputs and the weight {w.shape[0]}")
+
+
+def _check_int8(w: Int8Weight) -> None:
+    if w.values_IO.dtype != jnp.int8:
+        raise KernelError(f"an Int8Weight's values are int8, not {w.values_IO.dtype}")
+    _check_floats("scale", w.scale_O, w.shape[1:])
+
+
+def _check_grouped(w: GroupedWeight) -> None:
+    G, J, O = w.values_GJO.shape  # noqa: E741
+    if w.values_GJO.dtype not in _GROUPED:
+        raise KernelError(f"a GroupedWeight's values are {w.values_GJO.dtype}; they are one of {_names(_GROUPED)}")
+    if J not in GROUP_SIZES:
+        raise KernelError(f"groups of {J} inputs; they are of {', '.join(map(str, GROUP_SIZES))}")
+    _check_floats("scales", w.scales_GO, (G, O))
+    if w.zeros_GO is not None and w.minima_GO is not None:
+        raise KernelError("a weight has zero points or minima, not both")
+    if w.minima_GO is not None:
+        _check_floats("minima", w.minima_GO, (G, O))
+    if w.zeros_GO is not None and (w.zeros_GO.shape != (G, O) or w.zeros_GO.dtype != jnp.int8):
+        raise KernelError(f"zeros are {w.zeros_GO.dtype} {w.zeros_GO.shape}; they are int8 {(G, O)}")
+
+
+def _check_floats(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
+    if array.shape != shape or array.dtype not in _FLOATS:
+        raise KernelError(f"{name}: {array.dtype} {array.shape}; needed: {shape}, one of {_names(_FLOATS)}")
+
+
+def _names(dtypes: tuple[jnp.dtype, ...]) -> str:
+    return ", ".join(map(str, dtypes))
