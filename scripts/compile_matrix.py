@@ -45,8 +45,7 @@ INT4 = {"weight": ("int4", "int4 zeros", "int4 minima"), "group": (32, 64, 128)}
 # Kernel -> (platform, what varies). XLA's forms are compiled where they are what serves.
 KERNELS: dict[str, tuple[str, dict[str, tuple]]] = {
     "paged_attention.tpu": ("tpu", {"chip": TPUS, **ATTENTION}),
-    "paged_attention.gpu": ("gpu", {"chip": HOPPERS, **ATTENTION}),
-    "paged_attention.xla": ("gpu", {"chip": ("a100-40g", "a100-80g", "b200"), **ATTENTION, "tokens": (64,)}),
+    "paged_attention.xla": ("gpu", {"chip": (*HOPPERS, "a100-40g", "a100-80g", "b200"), **ATTENTION, "tokens": (64,)}),
     "quantized_matmul.mosaic_gpu": ("gpu", {"chip": HOPPERS, **MATMUL, **INT4}),
     "quantized_matmul.xla": (
         "tpu",
