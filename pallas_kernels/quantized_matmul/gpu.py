@@ -25,8 +25,6 @@ some number warps, lanes and the values of a register. What is written for regis
 from __future__ import annotations
 
 import functools
-import json
-import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -43,13 +41,13 @@ from jaxlib.mlir.dialects import math as math_dialect
 from pallas_kernels.dispatch import KernelError, current_device
 from pallas_kernels.quantized_matmul.weights import GroupedWeight, Weight
 from pallas_kernels.quantized_matmul.xla import minima_product
+from pallas_kernels.tuning import tuned_entries
 
 TILE_OUT = 256  # outputs of a computing warpgroup: 32 words, a row of shared memory as TMA swizzles it
 BLOCK_IN = 128  # inputs of a pipeline stage
 MAX_ROWS = 64  # rows of a tile: its float32 sums take 2 registers a row, of 232
 SMS = 132  # of an H100 SXM and of an H200
 SHARED_BYTES = 232448 - 2048  # a block's limit, less what barriers take
-TUNED = pathlib.Path(__file__).parent / "tuned"
 
 # Words [inputs, 32] and results [rows, 256], as lanes hold them (see above).
 WORDS = plgpu.Layout.TILED(plgpu.Tiling(((8, 32), (8, 8), (2, 1))), warp_dims=(-5,), lane_dims=(-3, -4), vector_dim=-1)
@@ -329,8 +327,9 @@ def block_for(kind: str, rows: int, inputs: int, outputs: int, group: int, bytes
     threads shortest. Times are counted in pipeline steps; a tile's start and end take as long as 1.5, and parts are
     written and read at the rate of the weights.
     """
-    for entry in _tuned(kind):
-        if entry["rows"] >= rows and (entry["in"], entry["out"], entry["group"]) == (inputs, outputs, group):
+    matrix = {"in": inputs, "out": outputs, "group": group}
+    for entry in sorted(tuned_entries("quantized_matmul", kind), key=lambda entry: entry["shape"]["rows"]):
+        if entry["shape"]["rows"] >= rows and entry["shape"] == {"rows": entry["shape"]["rows"], **matrix}:
             return Block(**entry["block"])
     # Small groups keep more scales and addresses in registers: with 64 rows hundreds of bytes a lane go to memory.
     tile_rows, warpgroups = min(pl.cdiv(rows, 8) * 8, MAX_ROWS if group >= 64 else 32), 2
@@ -368,11 +367,3 @@ def _check_block(block: Block, inputs: int, w: GroupedWeight) -> None:
         raise KernelError(f"quantized_matmul: {block}; warpgroups are 1 or 2, splits 1 to {steps}, stages at least 1")
     if (needed := shared_bytes(block, w.values_GJO.shape[1], _bytes_of_scales(w))) > SHARED_BYTES:
         raise KernelError(f"quantized_matmul: {block} takes {needed} bytes of shared memory; limit: {SHARED_BYTES}")
-
-
-@functools.cache
-def _tuned(kind: str) -> tuple[dict[str, Any], ...]:
-    """Entries of the chip's file in `tuned/`, by rows: {"chip", "jax", "date", "entries": [{"rows", "in", ...}]}."""
-    path = TUNED / f"{kind.lower().replace(' ', '_')}.json"
-    entries = json.loads(path.read_text())["entries"] if path.exists() else []
-    return tuple(sorted(entries, key=lambda entry: entry["rows"]))

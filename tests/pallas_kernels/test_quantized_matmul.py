@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.experimental import mosaic
 
+from pallas_kernels import tuning
 from pallas_kernels.dispatch import Device, KernelError
 from pallas_kernels.quantized_matmul import GroupedWeight, Int8Weight, api, gpu, quantized_matmul, reference, xla
 
@@ -421,18 +422,20 @@ def test_bad_blocks_are_named(block, message):
 
 def test_blocks_come_from_the_chips_file_else_from_a_guess(tmp_path, monkeypatch):
     entry = lambda rows, splits: {
-        "rows": rows, "in": 4096, "out": 6144, "group": 128,
+        "shape": {"rows": rows, "in": 4096, "out": 6144, "group": 128},
         "block": {"rows": 8, "warpgroups": 1, "splits": splits, "stages": 4},
     }  # fmt: skip
-    file = {"chip": "NVIDIA H200", "jax": "0.12.0", "date": "2026-01-01", "entries": [entry(16, 2), entry(8, 3)]}
-    (tmp_path / "nvidia_h200.json").write_text(json.dumps(file))
-    monkeypatch.setattr(gpu, "TUNED", tmp_path)
-    gpu._tuned.cache_clear()
+    file = {"device": "NVIDIA H200", "jax": "0.12.0", "date": "2026-01-01", "entries": [entry(16, 2), entry(8, 3)]}
+    monkeypatch.setattr(tuning, "_ROOT", tmp_path)
+    tuning.tuned_entries.cache_clear()
+    path = tuning.tuned_file("quantized_matmul", "NVIDIA H200")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(file))
     block = functools.partial(gpu.block_for, "NVIDIA H200", inputs=4096, outputs=6144, group=128, bytes_of_scales=4)
     assert block(1) == gpu.Block(8, 1, 3, 4)
     assert block(9) == gpu.Block(8, 1, 2, 4)
     assert block(17).rows == 24  # no entry: a guess
-    gpu._tuned.cache_clear()
+    tuning.tuned_entries.cache_clear()
 
 
 @given(
