@@ -42,10 +42,12 @@ MATMUL: dict[str, tuple] = {
     "rows": (1, 64, 2048),
 }
 INT4 = {"weight": ("int4", "int4 zeros", "int4 minima"), "group": (32, 64, 128)}
+# XLA's form is one program whatever the heads and pages.
+PLAIN = {"model": ("llama-3-8b", "mistral-7b"), "tensor": (1,), "page_size": (32,), "tokens": (64,)}
 # Kernel -> (platform, what varies). XLA's forms are compiled where they are what serves.
 KERNELS: dict[str, tuple[str, dict[str, tuple]]] = {
     "paged_attention.tpu": ("tpu", {"chip": TPUS, **ATTENTION}),
-    "paged_attention.xla": ("gpu", {"chip": (*HOPPERS, "a100-40g", "a100-80g", "b200"), **ATTENTION, "tokens": (64,)}),
+    "paged_attention.xla": ("gpu", {"chip": (*HOPPERS, "a100-40g", "a100-80g", "b200"), **ATTENTION, **PLAIN}),
     "quantized_matmul.mosaic_gpu": ("gpu", {"chip": HOPPERS, **MATMUL, **INT4}),
     "quantized_matmul.xla": (
         "tpu",
