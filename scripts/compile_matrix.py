@@ -47,7 +47,8 @@ PLAIN = {"model": ("llama-3-8b", "mistral-7b"), "tensor": (1,), "page_size": (32
 # Kernel -> (platform, what varies). XLA's forms are compiled where they are what serves.
 KERNELS: dict[str, tuple[str, dict[str, tuple]]] = {
     "paged_attention.tpu": ("tpu", {"chip": TPUS, **ATTENTION}),
-    "paged_attention.xla": ("gpu", {"chip": ("a100-80g", "h200", "b200"), **ATTENTION, **PLAIN}),
+    "paged_attention.gpu": ("gpu", {"chip": HOPPERS, **ATTENTION}),
+    "paged_attention.xla": ("gpu", {"chip": ("a100-80g", "b200"), **ATTENTION, **PLAIN}),
     "quantized_matmul.mosaic_gpu": ("gpu", {"chip": HOPPERS, **MATMUL, **INT4}),
     "quantized_matmul.xla": (
         "tpu",

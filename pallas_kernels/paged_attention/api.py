@@ -6,7 +6,7 @@ S sequences, M pages of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from functools import partial
 from typing import Any
 
@@ -72,10 +72,12 @@ def paged_attention(
         check_step(table, lens, starts, int(num_seqs), pool_shape=values_of(pool).shape, num_tokens=T)
     if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0):
         raise KernelError(f"window is {window} and soft_cap {soft_cap}; each is above 0, or None")
+    call = (layout, q_TNH.dtype, pool, N // K)
     function = choose(
         "paged_attention",
         {
-            "tpu": (_tpu, lambda: _tpu_refusal(layout, q_TNH.dtype, pool, N // K)),
+            "tpu": (partial(_function, "tpu"), partial(_refusal, "tpu", *call)),
+            "gpu": (partial(_function, "gpu"), partial(_refusal, "gpu", *call)),
             "xla": (lambda: xla.paged_attention, lambda: None),
             "reference": (lambda: reference.paged_attention, lambda: None),
         },
@@ -89,20 +91,20 @@ def paged_attention(
     return pool, out_TNH[..., :H]
 
 
-# Kernels are imported on the devices they are for: Pallas takes its time.
-def _tpu() -> Callable:
-    from pallas_kernels.paged_attention import tpu
-
-    return tpu.paged_attention
+def _kernel(platform: str) -> Any:
+    """The module of a platform's kernels; imported on the devices it is for, since Pallas takes its time."""
+    return importlib.import_module(f"pallas_kernels.paged_attention.{platform}")
 
 
-def _tpu_refusal(*call: Any) -> str | None:
+def _function(platform: str) -> Any:
+    return _kernel(platform).paged_attention
+
+
+def _refusal(platform: str, *call: Any) -> str | None:
     device = current_device()
-    if device.platform != "tpu":
-        return f"the device is no TPU but {device.kind}"
-    from pallas_kernels.paged_attention import tpu
-
-    return tpu.refusal(device, *call)
+    if device.platform != platform:
+        return f"the device is no {platform.upper()} but {device.kind}"
+    return _kernel(platform).refusal(device, *call)
 
 
 def check_step(

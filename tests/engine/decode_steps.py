@@ -20,7 +20,7 @@ from jaxinfer.kv_cache.pool import pool_spec
 from jaxinfer.models.cards import CARDS
 from jaxinfer.models.decoder import decoder_structure
 from pallas_kernels.dispatch import device_of
-from pallas_kernels.paged_attention import tpu
+from pallas_kernels.paged_attention import gpu, tpu
 from pallas_kernels.paged_attention.layout import PageLayout
 from sharding.compile import compile_for
 from sharding.hardware import described_devices
@@ -57,7 +57,7 @@ def facts(chips: str) -> dict:
     heads, kv_heads = model.num_heads // tensor, model.num_kv_heads // tensor
     shard = jax.ShapeDtypeStruct((*spec.shape[:2], spec.shape[2] // tensor, *spec.shape[3:]), spec.dtype)
     layout = PageLayout.of(shard, kv_heads, model.head_dim)
-    kernel = tpu if device.platform == "tpu" else None  # XLA's form serves GPUs so far, and has no walk to count
+    kernel = tpu if device.platform == "tpu" else gpu
     row = 2 * kv_heads * model.head_dim * 2
     return {
         "chip": step.chip,
@@ -73,8 +73,9 @@ def facts(chips: str) -> dict:
         "custom_calls": sorted({call.target for call in step.custom_calls}),
         "num_custom_calls": len(step.custom_calls),
         "live_kv_bytes": SEQUENCES * CONTEXT * row,
-        "transferred_bytes": kernel
-        and kernel.transferred_bytes(shard, layout, heads, [1] * SEQUENCES, [CONTEXT] * SEQUENCES, None),
+        "transferred_bytes": kernel.transferred_bytes(
+            shard, layout, heads, [1] * SEQUENCES, [CONTEXT] * SEQUENCES, None
+        ),
     }
 
 
