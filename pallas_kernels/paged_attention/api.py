@@ -7,6 +7,7 @@ S sequences, M pages of a sequence.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -73,16 +74,13 @@ def paged_attention(
     if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0):
         raise KernelError(f"window is {window} and soft_cap {soft_cap}; each is above 0, or None")
     call = (layout, q_TNH.dtype, pool, N // K)
-    function = choose(
-        "paged_attention",
-        {
-            "tpu": (partial(_function, "tpu"), partial(_refusal, "tpu", *call)),
-            "gpu": (partial(_function, "gpu"), partial(_refusal, "gpu", *call)),
-            "xla": (lambda: xla.paged_attention, lambda: None),
-            "reference": (lambda: reference.paged_attention, lambda: None),
-        },
-        forced=implementation,
-    )
+    implementations: dict[str, tuple[Callable[[], Callable], Callable[[], str | None]]] = {
+        "tpu": (partial(_function, "tpu"), partial(_refusal, "tpu", *call)),
+        "gpu": (partial(_function, "gpu"), partial(_refusal, "gpu", *call)),
+        "xla": (lambda: xla.paged_attention, lambda: None),
+        "reference": (lambda: reference.paged_attention, lambda: None),
+    }
+    function = choose("paged_attention", implementations, forced=implementation)
     pad = partial(_pad_heads, to=layout.head_dim)
     rows = layout.rows(pad(k_TKH), pad(v_TKH), values_of(pool).dtype)
     pool, out_TNH = function(
