@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -215,17 +216,21 @@ def main() -> None:
     environments = [Path(each) for each in os.environ.get("JAXINFER_COMPILERS", "").split(os.pathsep) if each]
     if not environments:
         parser.error("JAXINFER_COMPILERS names no environment with compilers; scripts/compilers.sh makes one")
-    rows = []
-    for environment, platform in itertools.product(environments, ("tpu", "gpu")):
-        if not any(KERNELS[kernel][0] == platform for kernel in kernels):
-            continue
-        for row in rows_of(environment, platform, kernels, args.sample):
+    rows: list[dict[str, Any]] = []
+
+    def collect(environment: Path, platform: str) -> None:
+        for row in rows_of(environment, platform, [k for k in kernels if KERNELS[k][0] == platform], args.sample):
             rows.append(row)
             what = f"{row['kernel']} on {row['chip']}, jax {row['jax']}, {row['shape']}"
             if not args.json and not row["ok"]:
                 print(f"{'refused' if row['refused'] else 'FAILED'}: {what}: {row['reason']}", flush=True)
             elif not args.json and len(rows) % 20 == 0:
                 print(f"{len(rows)} compiled, last {what}", flush=True)
+
+    platforms = {KERNELS[kernel][0] for kernel in kernels}
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for future in [threads.submit(collect, *each) for each in itertools.product(environments, platforms)]:
+            future.result()
     failed = sum(not row["ok"] and not row["refused"] for row in rows)
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
