@@ -57,14 +57,14 @@ def throughput(
         prompts = rng.integers(0, vocab, (num_prompts, input_len)).tolist()
         before = _on_loop(engine, engine.stats)
         recorded: list[StepBuffers] = []
-        engine.runner.recorded = recorded
+        engine.runners[0].recorded = recorded
         try:
             times, seconds = _run(engine, prompts, output_len, f"bench-{round_number}")
         finally:
-            engine.runner.recorded = None
+            engine.runners[0].recorded = None
         after = _on_loop(engine, engine.stats)
         begun = time.perf_counter()
-        _on_loop(engine, partial(engine.runner.replay, recorded))
+        _on_loop(engine, partial(engine.runners[0].replay, recorded))
         replayed = time.perf_counter() - begun
         if on_progress is not None:
             on_progress(round_number, rounds)
@@ -96,7 +96,7 @@ def throughput(
         "host_ms_per_step": round(statistics.median(host), 3),
         "compiles_after_warmup": engine.stats().compiles_after_warmup,
         "device": jax.devices()[0].device_kind,
-        "dtype": str(engine.runner.pool.dtype),
+        "dtype": str(engine.runners[0].pools[0].dtype),
         "jax": jax.__version__,
     }
 

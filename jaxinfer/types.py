@@ -327,6 +327,18 @@ class EngineStats:
     waiting_tokens: int  # prompt tokens of requests that have not started
     audit_breaches_total: int  # idle moments at which the page books did not add up
 
+    @classmethod
+    def total(cls, parts: Sequence[EngineStats]) -> EngineStats:
+        """Of several replicas together: sums, but for what is the same in all, and a mean of what is a step's."""
+        if len(parts) == 1:
+            return parts[0]
+        sums = {name: sum(getattr(part, name) for part in parts) for name in cls.__dataclass_fields__}
+        host_ms = sum(part.host_ms_per_step * part.steps_total for part in parts) / max(sums["steps_total"], 1)
+        # One process counts compilations once, whoever asks.
+        compiles = max(part.compiles_after_warmup for part in parts)
+        same = {"page_size": parts[0].page_size, "host_ms_per_step": host_ms, "compiles_after_warmup": compiles}
+        return cls(**sums | same)
+
 
 # One row of sampling parameters as the device takes them; a plan carries one for each of its sequences.
 SAMPLING_ROW = np.dtype(

@@ -306,7 +306,8 @@ def rss_mb() -> float:
 
 
 def engine_config(model: str) -> EngineConfig:
-    checkpoint = open_checkpoint(resolve(model, cache_dir=default_cache_dir(os.environ)))
+    config = open_checkpoint(resolve(model, cache_dir=default_cache_dir(os.environ))).config
+    heads = len(config.layers), config.num_kv_heads, config.head_dim
     return EngineConfig(
         model=model,
         dtype="float32",
@@ -314,7 +315,7 @@ def engine_config(model: str) -> EngineConfig:
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=STEP_TOKENS,
         page_size=PAGE_SIZE,
-        kv_cache_bytes=NUM_PAGES * page_bytes(checkpoint.config, PAGE_SIZE, np.float32, current_device()),
+        kv_cache_bytes=NUM_PAGES * page_bytes(*heads, PAGE_SIZE, np.float32, current_device()),
         max_waiting=MAX_WAITING,
         max_waiting_tokens=MAX_WAITING_TOKENS,
     )

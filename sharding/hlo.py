@@ -52,12 +52,14 @@ class Collective:
       shape: what comes out, per device: `bf16[128,4096]`.
       bytes: the larger of what goes in and what comes out, per device.
       count: such instructions in the program; one in a loop's body counts once.
+      in_branch: it stands in a branch of a conditional, and runs only where that is taken.
     """
 
     kind: str
     shape: str
     bytes: int
     count: int
+    in_branch: bool = False
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,8 @@ class Module:
 
     def collectives(self) -> tuple[Collective, ...]:
         """By kind and shape, in order of their first appearance."""
-        found: Counter[tuple[str, str, int]] = Counter()
+        found: Counter[tuple[str, str, int, bool]] = Counter()
+        always = {computation.name for computation in self._reached(into_fusions=True, into_branches=False)}
         for computation in self._reached(into_fusions=True):
             for instruction in computation.instructions.values():
                 # Without its `-done` it stands in a fusion of its own; its shape is (operands, results, ...).
@@ -316,8 +319,8 @@ class Module:
                     kind, outcome = "reduce-scatter", computation.root.shape
                 inputs = [a for name in instruction.operands for a in computation.instructions[name].shape.values()]
                 size = max(sum(a.num_bytes for a in arrays) for arrays in (outcome.values(), inputs))
-                found[kind, _shown(outcome), size] += 1
-        return tuple(Collective(kind, shape, size, count) for (kind, shape, size), count in found.items())
+                found[kind, _shown(outcome), size, computation.name not in always] += 1
+        return tuple(Collective(*what, count, in_branch) for (*what, in_branch), count in found.items())
 
     def custom_calls(self) -> tuple[CustomCall, ...]:
         """In order of appearance, those inside fusions too."""
@@ -358,7 +361,7 @@ class Module:
             return "host"
         return "on-chip" if self._on_tpu and array.space else "main"
 
-    def _reached(self, *, into_fusions: bool) -> list[Computation]:
+    def _reached(self, *, into_fusions: bool, into_branches: bool = True) -> list[Computation]:
         """Computations that the entry runs, itself first."""
         order, waiting = dict[str, None](), [self._entry]
         while waiting:
@@ -366,8 +369,11 @@ class Module:
             if name not in order:
                 order[name] = None
                 for instruction in self._computations[name].instructions.values():
-                    if into_fusions or instruction.opcode != "fusion":
-                        waiting += instruction.called
+                    if instruction.opcode == "fusion" and not into_fusions:
+                        continue
+                    if instruction.opcode == "conditional" and not into_branches:
+                        continue
+                    waiting += instruction.called
         return [self._computations[name] for name in order]
 
     def _aliases(self, instruction: Instruction) -> dict[Index, tuple[str, Index]]:

@@ -17,6 +17,9 @@ REPOSITORY = Path(__file__).parents[1]
 each_environment = pytest.mark.parametrize(
     "environment", ENVIRONMENTS or [None], ids=lambda path: path.name if path else "none"
 )
+newest_environment = pytest.mark.parametrize(
+    "environment", ENVIRONMENTS[:1] or [None], ids=lambda path: path.name if path else "none"
+)
 
 
 @cache

@@ -102,7 +102,7 @@ def test_the_engine_is_as_it_was(engine: Engine):
     prompt = [i % 300 + 3 for i in range(40)]  # over a page, so that its prefix is kept
     before = ask(engine, prompt)
     throughput(engine, num_prompts=6, input_len=9, output_len=5, rounds=1)
-    assert engine.runner.recorded is None
+    assert engine.runners[0].recorded is None
     assert engine.state is EngineState.READY
     assert ask(engine, prompt) == before
 
@@ -111,7 +111,7 @@ def test_the_engine_is_as_it_was(engine: Engine):
 @pytest.mark.parametrize("where", ["dispatch", "read"])
 def test_a_request_that_fails_ends_it_with_its_error(engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str):
     before, calls = ask(engine, [5, 6, 7]), 0
-    real = getattr(engine.runner, where)
+    real = getattr(engine.runners[0], where)
 
     def failing(step: Any) -> Any:
         nonlocal calls
@@ -120,10 +120,10 @@ def test_a_request_that_fails_ends_it_with_its_error(engine: Engine, monkeypatch
             raise RuntimeError("out of luck")
         return real(step)
 
-    monkeypatch.setattr(engine.runner, where, failing)
+    monkeypatch.setattr(engine.runners[0], where, failing)
     with pytest.raises(StepFailedError, match="out of luck"):
         throughput(engine, num_prompts=6, input_len=9, output_len=5, rounds=1)
-    assert engine.runner.recorded is None
+    assert engine.runners[0].recorded is None
     assert ask(engine, [5, 6, 7]) == before
     assert throughput(engine, num_prompts=2, input_len=3, output_len=2, rounds=1)["steps"] > 0
 

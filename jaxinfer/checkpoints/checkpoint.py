@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import ml_dtypes
@@ -21,6 +21,9 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError, JaxinferError, UnsupportedError
 from jaxinfer.models.family import NameMap
 from jaxinfer.models.registry import family_of_gguf, family_of_hf
+
+if TYPE_CHECKING:
+    from jaxinfer.models.layers import WeightSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +47,25 @@ class Checkpoint:
     _names: NameMap = field(repr=False)
 
     def load(
-        self, *, place: Place | None = None, dtype: Any = None, progress: Progress | None = None
-    ) -> dict[str, jax.Array]:
+        self,
+        specs: Mapping[str, WeightSpec] | None = None,
+        *,
+        dtype: Any = None,
+        place: Place | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
         """Loads the weights, by path.
 
         Args:
+          specs: what to load, by path; by default the whole model as one device has it.
+          dtype: of all weights but norms, where there are no `specs`; by default the checkpoint's own.
           place: puts a host array, given its path, on the devices; by default on JAX's default device.
-          dtype: of all weights but norms; by default the checkpoint's own.
           progress, raises: as `load_weights`.
         """
-        from jaxinfer.models.decoder import weight_specs  # brings Flax, which reading a config does not need
+        if specs is None:
+            from jaxinfer.models.decoder import decoder_structure  # brings Flax, which reading a config does not need
 
-        specs = weight_specs(self.config, self.dtype if dtype is None else dtype)
+            specs = decoder_structure(self.config, self.dtype if dtype is None else dtype).specs
         return load_weights(self._reader, self._names, specs, place or _put_on_default_device, progress)
 
 

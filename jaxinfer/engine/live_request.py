@@ -34,6 +34,7 @@ class LiveRequest:
     """Turns a request's tokens into events. Used by the loop thread alone, once it is submitted.
 
     Attributes:
+      replica: which one serves it.
       deadline: by `time.monotonic`, when it ends with DeadlineExceededError; None is never.
     """
 
@@ -45,7 +46,7 @@ class LiveRequest:
         observer: Observer,
         timeout_s: float | None = None,
     ):
-        self._observer = observer
+        self._observer, self.replica = observer, 0
         first = samples[0]
         self.request_id, self.samples, self._sink = first.request_id, samples, sink
         params = first.params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -78,10 +79,14 @@ class Observer:
 
 
 class GuardedObserver(Observer):
-    """Hands everything on to `inner`, until that raises: then it hears no more, and nothing else is harmed."""
+    """Hands everything on to `inner`, until that raises: then it hears no more, and nothing else is harmed.
+
+    Loops of several replicas call it at once; `inner` hears one after the other.
+    """
 
     def __init__(self) -> None:
         self.inner = Observer()
+        self._lock = threading.Lock()
 
     def on_refuse(self, code: str) -> None:
         self._call(self.inner.on_refuse, code)
@@ -103,7 +108,8 @@ class GuardedObserver(Observer):
 
     def _call(self, method: Callable[..., None], *args: object) -> None:
         try:
-            method(*args)
+            with self._lock:
+                method(*args)
         except Exception:
             logger.exception("the observer %s failed; it hears no more", type(self.inner).__name__)
             self.inner = Observer()

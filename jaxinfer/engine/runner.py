@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxinfer.engine.executables import stray_compile_count
+from jaxinfer.engine.micro_batches import merge_tokens, split_plan
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.step_inputs import ForwardShape, RowShape
 from jaxinfer.errors import NotCompiledError
@@ -18,16 +20,30 @@ from jaxinfer.sampling.sampler import SampledTokens
 from jaxinfer.types import MAX_BAD_WORD_TOKENS, SlotEntry, StepPlan, StepTokens
 
 
-class Flight(NamedTuple):
-    """A step that has been dispatched; its outputs may still be on their way. `sampled` is None if it samples none."""
+class MicroFlight(NamedTuple):
+    """A micro-batch under way.
+
+    Attributes:
+      which: the sequences of the plan that are in it.
+      result: what its last forward program gave.
+      sampled: None if it samples none.
+    """
 
     plan: StepPlan
-    hidden_RD: jax.Array
+    which: np.ndarray
+    result: jax.Array
     sampled: SampledTokens | None
 
 
+class Flight(NamedTuple):
+    """A step that has been dispatched, in one or several micro-batches; its outputs may still be on their way."""
+
+    plan: StepPlan
+    micro: tuple[MicroFlight, ...]
+
+
 class StepBuffers(NamedTuple):
-    """The packed inputs of a step and the shapes they are for; `rows` is None where nothing is sampled."""
+    """The packed inputs of a micro-batch and the shapes they are for; `rows` is None where nothing is sampled."""
 
     forward: tuple[ForwardShape, np.ndarray]
     rows: tuple[RowShape, np.ndarray] | None
@@ -36,20 +52,27 @@ class StepBuffers(NamedTuple):
 class Runner:
     """Owns weights and device state; runs plans in the order given. Used by one thread.
 
+    With several stages a step is split into as many micro-batches, so that a stage works on one while the next works on
+    the one before; dispatch waits for none of them.
+
     Args:
-      leaves: weights in the order of `DecoderStructure.specs`, on their devices.
+      leaves: of each stage its weights, in the order of `DecoderStructure.specs`, on their devices.
 
     Attributes:
       recorded: where the inputs of steps are kept, when it is a list.
     """
 
-    def __init__(self, programs: Programs, leaves: tuple[jax.Array, ...]):
-        self._programs, self.leaves = programs, leaves
-        self.pool: jax.Array
+    def __init__(self, programs: Programs, leaves: Sequence[tuple[jax.Array, ...]]):
+        self._programs, self.leaves = programs, tuple(leaves)
+        self.pools: list[jax.Array]
         self._last_tokens: jax.Array
         self._rules: SlotRules
         self._compiles_at_warm_up: int | None = None
         self.recorded: list[StepBuffers] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._programs.stages)
 
     @property
     def compiles_after_warm_up(self) -> int:
@@ -60,18 +83,19 @@ class Runner:
         """Runs each program once: the first run allocates, and no request should pay for it."""
         self.reset()
         rows = [(shape, shape.pack(None)) for shape in self._programs.sample]
-        for number, shape in enumerate(self._programs.forward):
+        for number, shape in enumerate(self._programs.stages[0].forward):
             self._run(StepBuffers((shape, np.zeros(shape.size, np.int32)), rows[min(number, len(rows) - 1)]))
         self._copy_pages(np.zeros((1, 2), np.int32))
         nothing = np.zeros(0, np.int32)
         no_words = np.zeros((0, MAX_BAD_WORD_TOKENS), np.int32)
         self._enter(SlotEntry(0, nothing, nothing, nothing, nothing, nothing, None, no_words))
-        jax.block_until_ready((self.pool, self._last_tokens))
+        jax.block_until_ready((self.pools, self._last_tokens))
         self._compiles_at_warm_up = stray_compile_count()
 
     def reset(self) -> None:
         """A new, empty state; all pages lose their content."""
-        self.pool, self._last_tokens, self._rules = self._programs.empty_state()
+        self.pools = [stage.empty_pool() for stage in self._programs.stages]
+        self._last_tokens, self._rules = self._programs.empty_state()
 
     def dispatch(self, plan: StepPlan) -> Flight:
         """Starts the step and returns at once.
@@ -79,35 +103,49 @@ class Runner:
         Raises:
           NotCompiledError: no program holds as many tokens (counted as an engine bug).
         """
-        shape = next((shape for shape in self._programs.forward if shape.fits(plan)), None)
+        micro = [(part, which, self._buffers(part)) for part, which in split_plan(plan, self.num_stages)]
+        if len(plan.page_copies):
+            self._copy_pages(plan.page_copies)
+        for entry in plan.entries:
+            self._enter(entry)
+        if self.recorded is not None:
+            self.recorded += [buffers for _, _, buffers in micro]
+        return Flight(plan, tuple(MicroFlight(part, which, *self._run(buffers)) for part, which, buffers in micro))
+
+    def _buffers(self, plan: StepPlan) -> StepBuffers:
+        shape = next((shape for shape in self._programs.stages[0].forward if shape.fits(plan)), None)
         num_rows = plan.num_rows
         row_shape = next((shape for shape in self._programs.sample if shape.num_rows >= num_rows), None)
         if shape is None or row_shape is None:
             raise NotCompiledError(
                 f"no program holds a step of {plan.num_tokens} tokens of {plan.num_seqs} sequences, {num_rows} rows"
             )
-        if len(plan.page_copies):
-            self._copy_pages(plan.page_copies)
-        for entry in plan.entries:
-            self._enter(entry)
-        rows = (row_shape, row_shape.pack(plan)) if num_rows else None
-        buffers = StepBuffers((shape, shape.pack(plan)), rows)
-        if self.recorded is not None:
-            self.recorded.append(buffers)
-        return Flight(plan, *self._run(buffers))
+        return StepBuffers((shape, shape.pack(plan)), (row_shape, row_shape.pack(plan)) if num_rows else None)
 
-    def _run(self, buffers: StepBuffers) -> tuple[jax.Array, SampledTokens | None]:
+    def _run(self, buffers: StepBuffers, stages: list[float] | None = None) -> tuple[jax.Array, SampledTokens | None]:
+        """Through all stages and the sampling. Where `stages` is given it waits for each and adds its seconds there."""
         shape, packed = buffers.forward
-        forward = self._programs.forward[shape]
-        self.pool, hidden_RD = forward(self.leaves, self.pool, self._last_tokens, packed)
+        carried = self._last_tokens
+        for number, (stage, leaves) in enumerate(zip(self._programs.stages, self.leaves, strict=True)):
+            if self.num_stages > 1:
+                carried = jax.device_put(carried, stage.carried)
+            begun = time.perf_counter()
+            self.pools[number], carried = stage.forward[shape](leaves, self.pools[number], carried, packed)
+            if stages is not None:
+                jax.block_until_ready(carried)
+                stages[number] += time.perf_counter() - begun
         if buffers.rows is None:
-            return hidden_RD, None
+            return carried, None
         row_shape, packed_rows = buffers.rows
         sample = self._programs.sample[row_shape]
+        begun = time.perf_counter()
         self._last_tokens, self._rules, sampled = sample(
-            self.leaves, hidden_RD, self._last_tokens, self._rules, packed_rows
+            self.leaves[-1], carried, self._last_tokens, self._rules, packed_rows
         )
-        return hidden_RD, sampled
+        if stages is not None:
+            jax.block_until_ready(sampled)
+            stages[-1] += time.perf_counter() - begun
+        return carried, sampled
 
     def _enter(self, entry: SlotEntry) -> None:
         self._rules = self._programs.enter(self._rules, self._programs.entry_shape.pack(entry))
@@ -117,28 +155,16 @@ class Runner:
             batch = np.zeros((COPIES_PER_CALL, 2), np.int32)
             part = copies[first : first + COPIES_PER_CALL]
             batch[: len(part)] = part
-            self.pool = self._programs.copy(self.pool, batch)
+            self.pools = [
+                stage.copy(pool, batch) for stage, pool in zip(self._programs.stages, self.pools, strict=True)
+            ]
 
     def read(self, flight: Flight) -> StepTokens:
         """Waits for a step's tokens."""
-        plan, hidden_RD, sampled = flight
-        which = np.flatnonzero(plan.sampled)
-
-        def by_sequence(rows: jax.Array) -> np.ndarray:
-            values = np.asarray(rows)[: which.size]
-            result = np.zeros((plan.num_seqs, *values.shape[1:]), values.dtype)
-            result[which] = values
-            return result
-
-        if sampled is None:
-            jax.block_until_ready(hidden_RD)
-            return StepTokens(np.zeros(plan.num_seqs, np.int32))
-        if len(plan.scored):
-            part = slice(which.size, plan.num_rows)
-            return _tokens(sampled, by_sequence, _tokens(sampled, lambda rows: np.asarray(rows)[part]))
-        if (plan.sampling["num_logprobs"][which] < 0).all():
-            return StepTokens(by_sequence(sampled.token_R))
-        return _tokens(sampled, by_sequence)
+        parts = [(micro.which, _read(micro)) for micro in flight.micro]
+        if len(parts) == 1:
+            return parts[0][1]
+        return merge_tokens(flight.plan, parts)
 
     def replay(self, recorded: list[StepBuffers]) -> None:
         """Runs recorded inputs back to back, as fast as the device goes, and waits for the end.
@@ -147,7 +173,35 @@ class Runner:
         """
         for buffers in recorded:
             self._run(buffers)
-        jax.block_until_ready((self.pool, self._last_tokens))
+        jax.block_until_ready((self.pools, self._last_tokens))
+
+    def stage_seconds(self, recorded: list[StepBuffers]) -> list[float]:
+        """What each stage is busy with recorded inputs when nothing else runs; else as `replay`."""
+        seconds = [0.0] * self.num_stages
+        for buffers in recorded:
+            self._run(buffers, seconds)
+        return seconds
+
+
+def _read(micro: MicroFlight) -> StepTokens:
+    plan, _, result, sampled = micro
+    which = np.flatnonzero(plan.sampled)
+
+    def by_sequence(rows: jax.Array) -> np.ndarray:
+        values = np.asarray(rows)[: which.size]
+        result = np.zeros((plan.num_seqs, *values.shape[1:]), values.dtype)
+        result[which] = values
+        return result
+
+    if sampled is None:
+        jax.block_until_ready(result)
+        return StepTokens(np.zeros(plan.num_seqs, np.int32))
+    if len(plan.scored):
+        part = slice(which.size, plan.num_rows)
+        return _tokens(sampled, by_sequence, _tokens(sampled, lambda rows: np.asarray(rows)[part]))
+    if (plan.sampling["num_logprobs"][which] < 0).all():
+        return StepTokens(by_sequence(sampled.token_R))
+    return _tokens(sampled, by_sequence)
 
 
 def _tokens(

@@ -7,23 +7,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.config import ModelConfig
 from pallas_kernels import paged_attention
 from pallas_kernels.dispatch import Device
 
 COPIES_PER_CALL = 16
 
 
-def pool_spec(model: ModelConfig, num_pages: int, page_size: int, dtype: Any, device: Device) -> jax.ShapeDtypeStruct:
-    """The pool of a model with `num_pages` usable pages, as `device` keeps it; page 0 is one more, and nobody's."""
-    return paged_attention.pool_spec(
-        len(model.layers), num_pages + 1, page_size, model.num_kv_heads, model.head_dim, dtype, device
-    )
+def pool_spec(
+    num_layers: int, num_kv_heads: int, head_dim: int, num_pages: int, page_size: int, dtype: Any, device: Device
+) -> jax.ShapeDtypeStruct:
+    """A pool with `num_pages` usable pages, as `device` keeps it; page 0 is one more, and nobody's."""
+    return paged_attention.pool_spec(num_layers, num_pages + 1, page_size, num_kv_heads, head_dim, dtype, device)
 
 
-def page_bytes(model: ModelConfig, page_size: int, dtype: Any, device: Device) -> int:
+def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any, device: Device) -> int:
     """Bytes one page takes over all layers."""
-    spec = pool_spec(model, 0, page_size, dtype, device)
+    spec = pool_spec(num_layers, num_kv_heads, head_dim, 0, page_size, dtype, device)
     return spec.size * jnp.dtype(dtype).itemsize
 
 

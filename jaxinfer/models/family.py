@@ -16,7 +16,7 @@ class Target:
     """Where a checkpoint's tensor goes.
 
     Attributes:
-      path: of the weight, as `decoder.weight_specs` names it.
+      path: of the weight, as `DecoderStructure.specs` names it.
       part: which part of a fused weight the tensor is; None if it is the whole weight.
       interleaved: head dim H if the tensor's rows lie, in each head, in interleaved rope order (pairs 2j, 2j + 1)
         and must be put into rotate-half order (pairs j, j + H/2); None if they are in order.

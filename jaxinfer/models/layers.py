@@ -21,6 +21,19 @@ from jax import lax
 from jaxinfer.config import RopeConfig
 
 
+class Part(NamedTuple):
+    """One of the checkpoint's tensors in a fused weight.
+
+    Attributes:
+      rows: along axis 0, in the checkpoint.
+      copies: how many shards in a row hold the same rows: more than 1 where KV heads are fewer than shards.
+    """
+
+    name: str
+    rows: int
+    copies: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
     """A weight, declared once: initialisation, sharding, the loader's target and abstract trees come from this.
@@ -28,13 +41,23 @@ class WeightSpec:
     Attributes:
       shape: matrices are `[out, in]`, as Hugging Face stores them.
       axes: logical axis of each dimension, which `sharding.rules` maps to mesh axes; None is never sharded.
-      parts: of a fused weight, (part name, rows along axis 0) in order.
+      parts: of a fused weight, in order.
+      ways: blocks along axis 0 that each hold an equal share of every part, in order: one a shard, so that a device
+        splits what it has without asking another.
+      unpadded: the shape without padding and copies; `shape` where there are none.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | None, ...]
-    parts: tuple[tuple[str, int], ...] = ()
+    parts: tuple[Part, ...] = ()
+    ways: int = 1
+    unpadded: tuple[int, ...] = ()
+
+    @property
+    def checkpoint_shape(self) -> tuple[int, ...]:
+        """Of the weight as a checkpoint has it, parts one after another."""
+        return self.unpadded or self.shape
 
 
 def _precision(x: jax.Array) -> lax.Precision:

@@ -2,7 +2,8 @@
 
 Most requests ask for nothing. What the others ask lives on the device, a row for each slot, from the moment the
 slot's sequence starts: a step then sends a flag and a few numbers. Counts of tokens are kept there too, since the
-newest token is not known to the host when the next step is dispatched.
+newest token is not known to the host when the next step is dispatched. Where the vocabulary is split over devices, each
+has its own columns of what is kept by token.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.sampling.vocabulary import Vocabulary
 from jaxinfer.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 # A word is banned as it stands and with a space before it, where that is another token.
@@ -38,6 +40,12 @@ class SlotRules(NamedTuple):
     bias_SV: jax.Array
     words_SBL: jax.Array
     recent_SL: jax.Array
+
+
+# Logical axes of the fields.
+RULES_AXES = SlotRules(
+    *((None, "vocab"), (None, "vocab"), (None, "vocab"), (None, "vocab"), (None, None, None), (None, None))  # type: ignore[arg-type]
+)
 
 
 class RuleInputs(NamedTuple):
@@ -81,28 +89,39 @@ def set_slot(rules: SlotRules, slot: jax.Array, entry: SlotRules) -> SlotRules:
     return jax.tree.map(lambda all_slots, one: all_slots.at[slot].set(one), rules, entry)
 
 
-def count_tokens(rules: SlotRules, slots_R: jax.Array, tokens_R: jax.Array) -> SlotRules:
+def count_tokens(
+    rules: SlotRules, slots_R: jax.Array, tokens_R: jax.Array, vocabulary: Vocabulary | None = None
+) -> SlotRules:
     """Takes in the tokens that were sampled."""
+    local = rules.counts_SV.shape[1]
+    columns_R = (vocabulary or Vocabulary(local, local)).columns(tokens_R)
     recent_RL = jnp.concatenate([rules.recent_SL[slots_R, 1:], tokens_R[:, None]], axis=1)
     return rules._replace(
-        counts_SV=rules.counts_SV.at[slots_R, tokens_R].add(1),
+        counts_SV=rules.counts_SV.at[slots_R, columns_R].add(1, mode="drop"),
         recent_SL=rules.recent_SL.at[slots_R].set(recent_RL),
     )
 
 
-def apply_rules(logits_RV: jax.Array, inputs: RuleInputs, position_R: jax.Array, rules: SlotRules) -> jax.Array:
+def apply_rules(
+    logits_RV: jax.Array,
+    inputs: RuleInputs,
+    position_R: jax.Array,
+    rules: SlotRules,
+    vocabulary: Vocabulary | None = None,
+) -> jax.Array:
     """Logits by the rules of the rows that have some; the others' come back bit for bit.
 
     The order is vLLM's: bans, bias, then penalties for repetition (Keskar et al., arXiv:1909.05858), frequency and
     presence. Repetition counts prompt and output, the other two the output alone.
     """
     V = logits_RV.shape[1]
+    vocabulary = vocabulary or Vocabulary(V, V)
     counts_RV = rules.counts_SV[inputs.slots_R]
     seen_RV = (counts_RV > 0) | unpack_bits(rules.prompt_SW[inputs.slots_R], V)
     x_RV = logits_RV + rules.bias_SV[inputs.slots_R]
     too_early_R = position_R < inputs.min_position_R
     x_RV = jnp.where(too_early_R[:, None] & unpack_bits(rules.ends_SW[inputs.slots_R], V), -jnp.inf, x_RV)
-    x_RV = _ban_words(x_RV, rules.words_SBL[inputs.slots_R], rules.recent_SL[inputs.slots_R])
+    x_RV = _ban_words(x_RV, rules.words_SBL[inputs.slots_R], rules.recent_SL[inputs.slots_R], vocabulary)
     repetition_R1 = inputs.repetition_penalty_R[:, None]
     x_RV = jnp.where(seen_RV, jnp.where(x_RV > 0, x_RV / repetition_R1, x_RV * repetition_R1), x_RV)
     x_RV -= inputs.frequency_penalty_R[:, None] * counts_RV
@@ -110,10 +129,10 @@ def apply_rules(logits_RV: jax.Array, inputs: RuleInputs, position_R: jax.Array,
     return jnp.where(inputs.ruled_R[:, None] != 0, x_RV, logits_RV)
 
 
-def _ban_words(logits_RV: jax.Array, words_RBL: jax.Array, recent_RL: jax.Array) -> jax.Array:
+def _ban_words(logits_RV: jax.Array, words_RBL: jax.Array, recent_RL: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     before_RBL, last_RB = words_RBL[:, :, :-1], words_RBL[:, :, -1]
     complete_RB = jnp.all((before_RBL < 0) | (before_RBL == recent_RL[:, None, :]), axis=-1) & (last_RB >= 0)
-    banned_RB = jnp.where(complete_RB, last_RB, logits_RV.shape[1])
+    banned_RB = jnp.where(complete_RB, vocabulary.columns(last_RB), logits_RV.shape[1])
     return logits_RV.at[jnp.arange(logits_RV.shape[0])[:, None], banned_RB].set(-jnp.inf, mode="drop")
 
 

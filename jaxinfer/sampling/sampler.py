@@ -3,6 +3,9 @@
 A row's result depends on that row alone: its logits, its parameters, its seed and its position. Work that only some
 rows need (rules, sampling at all, sorting, log-probabilities) runs under `cond` and is skipped when no row asks for it;
 what it yields for a row never depends on which rows asked.
+
+Where the vocabulary is split over devices these run inside `shard_map`, each device with its columns of the logits.
+They exchange a few numbers a row; only the exact fallback for top_k and top_p, which is rare, gathers all columns.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.sampling.logit_rules import RuleInputs, SlotRules, apply_rules
+from jaxinfer.sampling.vocabulary import Vocabulary, last_positive
 from jaxinfer.types import MAX_LOGPROBS
 
 CANDIDATES = 64  # likeliest tokens looked at first for top_k and top_p; a full sort is the exact fallback
@@ -52,31 +56,46 @@ class SampledTokens(NamedTuple):
     top_logprobs_RX: jax.Array
 
 
-def sample(logits_RV: jax.Array, inputs: SamplingInputs, rules: SlotRules) -> SampledTokens:
-    """Samples a token for each row from float32 logits."""
+def sampled_shapes(num_rows: int, vocab_size: int) -> SampledTokens:
+    """Shapes and dtypes of what `sample` gives."""
+    spec = jax.ShapeDtypeStruct
+    R, RX = (num_rows,), (num_rows, min(MAX_LOGPROBS, vocab_size))
+    fields = (R, jnp.int32), (R, jnp.float32), (R, jnp.int32), (RX, jnp.int32), (RX, jnp.float32)
+    return SampledTokens(*(spec(*field) for field in fields))  # type: ignore[arg-type]
+
+
+def sample(
+    logits_RV: jax.Array, inputs: SamplingInputs, rules: SlotRules, vocabulary: Vocabulary | None = None
+) -> SampledTokens:
+    """Samples a token for each row from float32 logits, of which `vocabulary` says which columns they are."""
+    vocabulary = vocabulary or Vocabulary(logits_RV.shape[1], logits_RV.shape[1])
+    logits_RV = vocabulary.mask_padding(logits_RV)
     plain = (inputs.rules.ruled_R == 0) & (inputs.temperature_R == 0)
-    token_R = lax.cond(jnp.all(plain), lambda: _likeliest(logits_RV), lambda: _choose(logits_RV, inputs, rules))
+    token_R = lax.cond(
+        jnp.all(plain),
+        lambda: _likeliest(logits_RV, vocabulary),
+        lambda: _choose(logits_RV, inputs, rules, vocabulary),
+    )
     token_R = jnp.where(inputs.target_R >= 0, inputs.target_R, token_R)
-    return SampledTokens(token_R, *_logprobs(logits_RV, token_R, jnp.any(inputs.num_logprobs_R >= 0)))
+    return SampledTokens(token_R, *_logprobs(logits_RV, token_R, jnp.any(inputs.num_logprobs_R >= 0), vocabulary))
 
 
-def _likeliest(logits_RV: jax.Array) -> jax.Array:
-    greedy_R = jnp.argmax(logits_RV, axis=-1).astype(jnp.int32)  # of a NaN, if there is one
-    best_R = jnp.take_along_axis(logits_RV, greedy_R[:, None], axis=1)[:, 0]
+def _likeliest(logits_RV: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+    best_R, greedy_R = vocabulary.likeliest(logits_RV)
     return jnp.where(jnp.isfinite(best_R), greedy_R, -1)
 
 
-def _choose(logits_RV: jax.Array, inputs: SamplingInputs, rules: SlotRules) -> jax.Array:
+def _choose(logits_RV: jax.Array, inputs: SamplingInputs, rules: SlotRules, vocabulary: Vocabulary) -> jax.Array:
     logits_RV = lax.cond(
         jnp.any(inputs.rules.ruled_R != 0),
-        lambda: apply_rules(logits_RV, inputs.rules, inputs.position_R, rules),
+        lambda: apply_rules(logits_RV, inputs.rules, inputs.position_R, rules, vocabulary),
         lambda: logits_RV,
     )
-    greedy_R = _likeliest(logits_RV)
+    greedy_R = _likeliest(logits_RV, vocabulary)
     random_R = (inputs.temperature_R > 0) & (greedy_R >= 0)
     return lax.cond(
         jnp.any(random_R),
-        lambda: jnp.where(random_R, _sample_random(logits_RV, inputs), greedy_R),
+        lambda: jnp.where(random_R, _sample_random(logits_RV, inputs, vocabulary), greedy_R),
         lambda: greedy_R,
     )
 
@@ -91,45 +110,45 @@ def uniform(seed_R2: jax.Array, position_R: jax.Array) -> jax.Array:
     return jax.vmap(draw)(seed_R2, position_R)
 
 
-def _sample_random(logits_RV: jax.Array, inputs: SamplingInputs) -> jax.Array:
+def _sample_random(logits_RV: jax.Array, inputs: SamplingInputs, vocabulary: Vocabulary) -> jax.Array:
     temperature_R = jnp.where(inputs.temperature_R > 0, inputs.temperature_R, 1.0)
     # The largest is taken off first: a tiny temperature must not overflow.
-    scaled_RV = (logits_RV - jnp.max(logits_RV, axis=-1, keepdims=True)) / temperature_R[:, None]
+    scaled_RV = (logits_RV - vocabulary.largest(logits_RV)) / temperature_R[:, None]
     u_R = uniform(inputs.seed_R2, inputs.position_R)
     weights_RV = jnp.exp(scaled_RV)
     weights_RV = jnp.where(weights_RV >= inputs.min_p_R[:, None], weights_RV, 0.0)
     sorts_R = ((inputs.top_k_R > 0) | (inputs.top_p_R < 1.0)) & (inputs.temperature_R > 0)
-    return lax.cond(
-        jnp.any(sorts_R),
-        lambda: jnp.where(sorts_R, _sample_truncated(weights_RV, u_R, sorts_R, inputs), _invert(weights_RV, u_R)),
-        lambda: _invert(weights_RV, u_R),
-    )
+
+    def truncated() -> jax.Array:
+        some_R = _sample_truncated(weights_RV, u_R, sorts_R, inputs, vocabulary)
+        return jnp.where(sorts_R, some_R, _invert(weights_RV, u_R, vocabulary))
+
+    return lax.cond(jnp.any(sorts_R), truncated, lambda: _invert(weights_RV, u_R, vocabulary))
 
 
-def _invert(weights_RV: jax.Array, u_R: jax.Array) -> jax.Array:
+def _invert(weights_RV: jax.Array, u_R: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """The token at which the running sum of weights, in order of id, passes u times their total."""
     R, V = weights_RV.shape
     blocks_RCB = jnp.pad(weights_RV, ((0, 0), (0, -V % BLOCK))).reshape(R, -1, BLOCK)
     ends_RC = jnp.cumsum(blocks_RCB.sum(-1), axis=-1)
-    target_R = u_R * ends_RC[:, -1]
-    block_R = jnp.minimum(jnp.sum(ends_RC <= target_R[:, None], axis=-1), _last_positive(blocks_RCB.sum(-1)))
+    here_R, target_R = vocabulary.locate(ends_RC[:, -1], u_R)
+    block_R = jnp.minimum(jnp.sum(ends_RC <= target_R[:, None], axis=-1), last_positive(blocks_RCB.sum(-1)))
     before_R = jnp.where(block_R > 0, jnp.take_along_axis(ends_RC, block_R[:, None] - 1, axis=1)[:, 0], 0.0)
     block_RB = jnp.take_along_axis(blocks_RCB, block_R[:, None, None], axis=1)[:, 0]
     index_R = jnp.sum(jnp.cumsum(block_RB, axis=-1) <= (target_R - before_R)[:, None], axis=-1)
     # Rounding may carry past the last token with any weight.
-    return (block_R * BLOCK + jnp.minimum(index_R, _last_positive(block_RB))).astype(jnp.int32)
+    column_R = block_R * BLOCK + jnp.minimum(index_R, last_positive(block_RB))
+    return vocabulary.total(jnp.where(here_R, vocabulary.first + column_R, 0)).astype(jnp.int32)
 
 
-def _last_positive(x_RC: jax.Array) -> jax.Array:
-    return x_RC.shape[1] - 1 - jnp.argmax(x_RC[:, ::-1] > 0, axis=-1)
-
-
-def _sample_truncated(weights_RV: jax.Array, u_R: jax.Array, sorts_R: jax.Array, inputs: SamplingInputs) -> jax.Array:
+def _sample_truncated(
+    weights_RV: jax.Array, u_R: jax.Array, sorts_R: jax.Array, inputs: SamplingInputs, vocabulary: Vocabulary
+) -> jax.Array:
     """Samples from each row's likeliest tokens: top_k first, then top_p of what top_k left."""
-    V = weights_RV.shape[1]
-    total_R = weights_RV.sum(-1)
+    V = vocabulary.size
+    total_R = vocabulary.total(weights_RV.sum(-1))
     k_R = jnp.where((inputs.top_k_R > 0) & (inputs.top_k_R < V), inputs.top_k_R, V)
-    top_RX, ids_RX = lax.top_k(weights_RV, min(CANDIDATES, V))
+    top_RX, ids_RX = vocabulary.top_k(weights_RV, min(CANDIDATES, V))
     all_in_R = (k_R <= top_RX.shape[1]) | (top_RX[:, -1] <= 0)
     # Without a small top_k the candidates do if they hold top_p of the whole.
     enough_R = all_in_R | ((k_R == V) & (jnp.cumsum(top_RX, axis=-1)[:, -1] >= inputs.top_p_R * total_R))
@@ -137,8 +156,9 @@ def _sample_truncated(weights_RV: jax.Array, u_R: jax.Array, sorts_R: jax.Array,
     few_R = _invert_sorted(top_RX, ids_RX, k_R, inputs.top_p_R, denominator_R, u_R)
 
     def exact() -> jax.Array:
-        order_RV = jnp.argsort(-weights_RV, axis=-1, stable=True)
-        sorted_RV = jnp.take_along_axis(weights_RV, order_RV, axis=1)
+        all_RV = vocabulary.gathered(weights_RV)
+        order_RV = jnp.argsort(-all_RV, axis=-1, stable=True)
+        sorted_RV = jnp.take_along_axis(all_RV, order_RV, axis=1)
         return _invert_sorted(sorted_RV, order_RV, k_R, inputs.top_p_R, jnp.full_like(total_R, -1.0), u_R)
 
     return lax.cond(jnp.any(sorts_R & ~enough_R), lambda: jnp.where(enough_R, few_R, exact()), lambda: few_R)
@@ -159,17 +179,19 @@ def _invert_sorted(sorted_RX, ids_RX, k_R, top_p_R, denominator_R, u_R) -> jax.A
     return jnp.take_along_axis(ids_RX, index_R[:, None], axis=1)[:, 0].astype(jnp.int32)
 
 
-def _logprobs(logits_RV: jax.Array, token_R: jax.Array, wanted: jax.Array) -> tuple[jax.Array, ...]:
-    R, V = logits_RV.shape
-    X = min(MAX_LOGPROBS, V)
+def _logprobs(
+    logits_RV: jax.Array, token_R: jax.Array, wanted: jax.Array, vocabulary: Vocabulary
+) -> tuple[jax.Array, ...]:
+    R, X = logits_RV.shape[0], min(MAX_LOGPROBS, vocabulary.size)
 
     def compute() -> tuple[jax.Array, ...]:
         # Chosen and top come from one array, so that the same token has the same float.
-        logprobs_RV = jax.nn.log_softmax(logits_RV, axis=-1)
-        chosen_R = jnp.take_along_axis(logprobs_RV, token_R[:, None], axis=1)[:, 0]
-        rank_R = 1 + jnp.sum(logprobs_RV > chosen_R[:, None], axis=-1)
-        top_RX, ids_RX = lax.top_k(logprobs_RV, X)
-        return chosen_R, rank_R.astype(jnp.int32), ids_RX.astype(jnp.int32), top_RX
+        shifted_RV = logits_RV - vocabulary.largest(logits_RV)
+        logprobs_RV = shifted_RV - jnp.log(vocabulary.total(jnp.exp(shifted_RV).sum(-1)))[:, None]
+        chosen_R = vocabulary.at(logprobs_RV, token_R)
+        rank_R = 1 + vocabulary.total(jnp.sum(logprobs_RV > chosen_R[:, None], axis=-1))
+        top_RX, ids_RX = vocabulary.top_k(logprobs_RV, X)
+        return chosen_R, rank_R.astype(jnp.int32), ids_RX, top_RX
 
     def skip() -> tuple[jax.Array, ...]:
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)

@@ -16,12 +16,12 @@ from jaxinfer.checkpoints.placement import load_weights
 from jaxinfer.checkpoints.reader import TensorInfo
 from jaxinfer.errors import CheckpointError, UnsupportedError
 from jaxinfer.models.family import NameMap, Target
-from jaxinfer.models.layers import WeightSpec
+from jaxinfer.models.layers import Part, WeightSpec
 
 SPECS = {
     "norm": WeightSpec((4,), jnp.float32, (None,)),
-    "qkv": WeightSpec((16, 4), jnp.bfloat16, (None, None), (("q", 8), ("k", 4), ("v", 4))),
-    "whole": WeightSpec((6, 4), jnp.bfloat16, (None, None), (("gate", 3), ("up", 3))),
+    "qkv": WeightSpec((16, 4), jnp.bfloat16, (None, None), (Part("q", 8), Part("k", 4), Part("v", 4))),
+    "whole": WeightSpec((6, 4), jnp.bfloat16, (None, None), (Part("gate", 3), Part("up", 3))),
 }
 NAMES = NameMap(
     {

@@ -15,7 +15,7 @@ from jaxinfer.models.decoder import decoder_structure
 @pytest.fixture(scope="session")
 def reference(base: Engine) -> Reference:
     return Reference(
-        decoder_structure(base.model_config, jnp.float32, scan=True), base.runner.leaves, base.model_config
+        decoder_structure(base.model_config, jnp.float32, scan=True), base.runners[0].leaves[0], base.model_config
     )
 
 

@@ -1,67 +1,77 @@
-"""Compiles a whole decode step of Llama-3-8B for chips that are not here; run by the compilers' interpreter.
+"""Compiles whole decode steps of real models for chips that are not here; run by the compilers' interpreter.
 
-python tests/engine/decode_steps.py v6e:2
+python tests/engine/decode_steps.py llama-3-8b v6e:2
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxinfer.engine.programs import POOL_SPLIT, make_forward
-from jaxinfer.engine.step_inputs import ForwardShape
-from jaxinfer.kv_cache.pool import pool_spec
+from jaxinfer.config import SchedulerConfig
+from jaxinfer.engine.programs import StepSpecs, make_forward, make_sample
+from jaxinfer.engine.step_inputs import ForwardShape, RowShape
 from jaxinfer.models.cards import CARDS
 from jaxinfer.models.decoder import decoder_structure
+from jaxinfer.models.partition import Partition
 from pallas_kernels.dispatch import device_of
 from pallas_kernels.paged_attention import gpu, tpu
 from pallas_kernels.paged_attention.layout import PageLayout
 from sharding.compile import compile_for
 from sharding.hardware import described_devices
-from sharding.mesh import AXES
-from sharding.rules import partition_spec
+from sharding.mesh import MeshConfig
 
 SEQUENCES, CONTEXT, PAGE_SIZE = 64, 4096, 64
 
 
-def facts(chips: str) -> dict:
+def facts(model_name: str, chips: str) -> dict:
     """What the compiler made of a step of 64 sequences of 4,096 tokens, on a mesh of all the chips along `tensor`."""
     devices = described_devices(chips)
     tensor, device = len(devices), device_of(devices[0])
-    mesh = Mesh(np.array(devices).reshape(1, 1, tensor, 1), AXES)
-    model = CARDS["llama-3-8b"]
-    structure = decoder_structure(model, jnp.bfloat16)
-    shape = ForwardShape(SEQUENCES, SEQUENCES, SEQUENCES, CONTEXT // PAGE_SIZE)
-
-    everywhere = P()
-
-    def on(shape, dtype, split=everywhere):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, split))
-
-    leaves = tuple(on(w.shape, w.dtype, partition_spec(w.axes)) for w in structure.specs.values())
-    spec = pool_spec(model, SEQUENCES * CONTEXT // PAGE_SIZE, PAGE_SIZE, jnp.bfloat16, device)
-    pool = on(spec.shape, spec.dtype, POOL_SPLIT)
+    config = MeshConfig(tensor=tensor)
+    mesh, model = config.build(devices)[0][0], CARDS[model_name]
+    structure = decoder_structure(model, jnp.bfloat16, Partition.of(model, config.rules()))
+    scheduler = SchedulerConfig(
+        max_num_seqs=SEQUENCES,
+        max_num_batched_tokens=SEQUENCES,
+        max_model_len=CONTEXT,
+        page_size=PAGE_SIZE,
+        num_pages=SEQUENCES * CONTEXT // PAGE_SIZE,
+    )
+    specs = StepSpecs.of(structure, model, scheduler, jnp.bfloat16, mesh)
+    shape, rows = ForwardShape(SEQUENCES, SEQUENCES, SEQUENCES, CONTEXT // PAGE_SIZE), RowShape(SEQUENCES, SEQUENCES)
     step = compile_for(
         mesh,
         make_forward(structure, model, shape, mesh),
-        *(leaves, pool, on((SEQUENCES + 1,), jnp.int32), on((shape.size,), jnp.int32)),
+        *(specs.leaves, specs.pool, specs.last_tokens, specs.on_all((shape.size,))),
         donate_argnums=1,
-        out_shardings=(pool.sharding, NamedSharding(mesh, P())),
+        out_shardings=(specs.pool.sharding, specs.everywhere),
+    )
+    sampling = compile_for(
+        mesh,
+        make_sample(structure, model, rows, mesh),
+        *(specs.leaves, specs.hidden_RD, specs.last_tokens, specs.rules, specs.on_all((rows.size,))),
+        donate_argnums=3,
+        out_shardings=(
+            specs.everywhere,
+            jax.tree.map(lambda rule: rule.sharding, specs.rules),
+            specs.everywhere,
+        ),
     )
     heads, kv_heads = model.num_heads // tensor, model.num_kv_heads // tensor
-    shard = jax.ShapeDtypeStruct((*spec.shape[:2], spec.shape[2] // tensor, *spec.shape[3:]), spec.dtype)
+    pool = specs.pool
+    shard = jax.ShapeDtypeStruct(pool.sharding.shard_shape(pool.shape), pool.dtype)
     layout = PageLayout.of(shard, kv_heads, model.head_dim)
     kernel = tpu if device.platform == "tpu" else gpu
     row = 2 * kv_heads * model.head_dim * 2
     return {
         "chip": step.chip,
-        "seconds": round(step.seconds, 1),
+        "num_chips": tensor,
+        "seconds": round(step.seconds + sampling.seconds, 1),
         "pool_bytes": shard.size * 2,
         "alias_bytes": step.alias_bytes,
         "temp_bytes": step.temp_bytes,
@@ -76,8 +86,11 @@ def facts(chips: str) -> dict:
         "transferred_bytes": kernel.transferred_bytes(
             shard, layout, heads, [1] * SEQUENCES, [CONTEXT] * SEQUENCES, None
         ),
+        "collectives": [asdict(each) for each in step.collectives],
+        "sampling_collectives": [asdict(each) for each in sampling.collectives],
+        "sampling_alias_bytes": sampling.alias_bytes,
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(facts(sys.argv[1])))
+    print(json.dumps(facts(*sys.argv[1:])))

@@ -111,7 +111,7 @@ class House:
 
     def __init__(self, base: Engine, **changes: Any):
         self.engine = engine_on(base, **changes)
-        self.scheduler = self.engine._loop._scheduler
+        self.scheduler = self.engine._loops[0]._scheduler
         self.answers: list[Answer] = []
         self._numbers = itertools.count()
 

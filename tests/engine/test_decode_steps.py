@@ -7,18 +7,38 @@ from pathlib import Path
 import compilers
 import pytest
 
+STEPS = Path(__file__).with_name("decode_steps.py")
+CANDIDATES_BYTES = 64 * 64 * 8 + 512  # 64 of 64 rows, with their ids; a gathered vocabulary has 33 MB
+
 
 @pytest.mark.slow
 @compilers.each_environment
 @pytest.mark.parametrize(("chips", "attention"), [("h200:1", "mosaic_gpu"), ("v6e:2", "tpu_custom_call")])
 def test_llama_3_8b_with_64_sequences_of_4096_tokens(environment, chips, attention):
-    step = compilers.run(environment, Path(__file__).with_name("decode_steps.py"), chips)
-    layers = 32
-    assert step["alias_bytes"] == step["pool_bytes"]
-    assert step["temp_bytes"] < 0.5e9
+    step = compilers.run(environment, STEPS, "llama-3-8b", chips)
+    check(step, attention, layers=32)
     # Nothing as large as a layer's smallest matrix is written to main memory, let alone the live KV.
     assert step["smallest_matrix_bytes"] > 12 << 20
+
+
+@pytest.mark.slow
+@compilers.newest_environment
+@pytest.mark.parametrize(("chips", "attention"), [("h200:8", "mosaic_gpu"), ("v6e:8", "tpu_custom_call")])
+def test_llama_3_70b_on_eight_chips(environment, chips, attention):
+    check(compilers.run(environment, STEPS, "llama-3-70b", chips), attention, layers=80)
+
+
+def check(step: dict, attention: str, layers: int) -> None:
+    assert step["alias_bytes"] == step["pool_bytes"]
+    assert step["temp_bytes"] < 0.5e9
     assert step["large_results"] == []
     assert any(target.startswith(attention) for target in step["custom_calls"])
     assert step["num_custom_calls"] >= layers
     assert step["live_kv_bytes"] <= step["transferred_bytes"] <= 1.05 * step["live_kv_bytes"]
+    several = step["num_chips"] > 1
+    counts = {(each["kind"], each["in_branch"]): each["count"] for each in step["collectives"]}
+    assert counts == ({("all-reduce", False): 2 * layers + 1} if several else {})
+    # What sampling exchanges are candidates, but for the exact fallback, which few rows ever need.
+    exchanged = step["sampling_collectives"]
+    large = [each for each in exchanged if each["bytes"] > CANDIDATES_BYTES * step["num_chips"]]
+    assert [(each["kind"], each["in_branch"]) for each in large] == ([("all-gather", True)] if several else [])

@@ -29,9 +29,9 @@ def field(step: StepBuffers, name: str) -> np.ndarray:
 @pytest.fixture
 def recorded(base: Engine):
     """The inputs of every step of this test."""
-    base.runner.recorded = steps = []
+    base.runners[0].recorded = steps = []
     yield steps
-    base.runner.recorded = None
+    base.runners[0].recorded = None
 
 
 # Tokens do not depend on how they were computed.

@@ -112,9 +112,9 @@ def test_engines_of_other_sizes_share_a_folder(tiny_config: EngineConfig, tmp_pa
             params = SamplingParams(max_tokens=3, n=max_num_seqs, ignore_eos=True)
             engine.submit(Request(request_id="a", params=params, token_ids=[5, 6, 7]), answer.sink)
             assert len(answer.finished.ends) == max_num_seqs
-        assert engine.scheduler_config.num_pages == 100_000 // page_bytes(
-            engine.model_config, 4, "float32", Device("cpu", "cpu")
-        )
+        model = engine.model_config
+        shape = len(model.layers), model.num_kv_heads, model.head_dim
+        assert engine.scheduler_config.num_pages == 100_000 // page_bytes(*shape, 4, "float32", Device("cpu", "cpu"))
 
 
 def test_what_another_engine_compiles_at_its_start_is_no_stray():

@@ -51,7 +51,7 @@ def test_a_request_that_would_miss_its_deadline_is_not_started(open_house: Calla
     go = house.pause()
     other = house.send(PROMPT, max_tokens=3)
     queued = house.send(PROMPT, max_tokens=5, timeout_s=5.0)
-    house.engine.call(lambda: setattr(house.engine._loop, "_step_seconds", 10.0))  # a step takes longer than it has
+    house.engine.call(lambda: setattr(house.engine._loops[0], "_step_seconds", 10.0))  # a step takes longer than it has
     go()
     assert isinstance(queued.error, DeadlineExceededError)
     assert len(other.wait().tokens) == 3
@@ -129,8 +129,8 @@ def test_the_hint_grows_with_the_queue():
 
 def test_a_stuck_device_is_seen_and_forgiven(open_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch):
     house = open_house(stuck_after_s=0.2)
-    read, hang = house.engine.runner.read, threading.Event()
-    monkeypatch.setattr(house.engine.runner, "read", lambda flight: (hang.wait(TIMEOUT), read(flight))[1])
+    read, hang = house.engine.runners[0].read, threading.Event()
+    monkeypatch.setattr(house.engine.runners[0], "read", lambda flight: (hang.wait(TIMEOUT), read(flight))[1])
     answer = house.send(PROMPT, max_tokens=4)
     until(lambda: house.engine.state is EngineState.STUCK)
     with pytest.raises(EngineStuckError, match="at one step for"):
@@ -144,8 +144,8 @@ def test_a_stuck_device_is_seen_and_forgiven(open_house: Callable[..., House], m
 def test_a_stuck_engine_does_not_hold_up_its_end(open_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxinfer.engine.engine.STUCK_JOIN_S", 0.1)
     house = open_house(stuck_after_s=0.1)
-    read, hang = house.engine.runner.read, threading.Event()
-    monkeypatch.setattr(house.engine.runner, "read", lambda flight: (hang.wait(TIMEOUT), read(flight))[1])
+    read, hang = house.engine.runners[0].read, threading.Event()
+    monkeypatch.setattr(house.engine.runners[0], "read", lambda flight: (hang.wait(TIMEOUT), read(flight))[1])
     answer = house.send(PROMPT, max_tokens=4)
     until(lambda: house.engine.state is EngineState.STUCK)
     assert not asyncio.run(house.engine.drain(0.05))
@@ -153,7 +153,7 @@ def test_a_stuck_engine_does_not_hold_up_its_end(open_house: Callable[..., House
     assert not answer.over  # only the loop tells it, once the step ends
     hang.set()
     assert answer.error is not None
-    until(lambda: not house.engine._loop._thread.is_alive())
+    until(lambda: not house.engine._loops[0]._thread.is_alive())
 
 
 def test_an_idle_engine_is_not_stuck(open_house: Callable[..., House]):
@@ -177,7 +177,7 @@ def test_the_idle_audit_finds_a_page_that_is_held_by_nobody(open_house: Callable
     assert house.engine.stats().audit_breaches_total == 1
     assert f"page {leaked[0]} has 1 references and 0 holders" in caplog.text
     house.on_loop(lambda: house.scheduler.pages.release(leaked))
-    house.engine._loop.audit_breaches = 0
+    house.engine._loops[0].audit_breaches = 0
     house.ask(PROMPT, max_tokens=2)
     time.sleep(0.2)
     assert house.engine.stats().audit_breaches_total == 0

@@ -101,7 +101,7 @@ class Fault:
     """Makes the runner's `dispatch` or `read` raise when `when` says so; counts how often it did."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Engine, where: str, when: Callable[[Any, Any], bool]):
-        runner, self.times, self.newest = engine.runner, 0, None
+        runner, self.times, self.newest = engine.runners[0], 0, None
         dispatch, read = runner.dispatch, runner.read
 
         def failing_dispatch(plan):
@@ -325,7 +325,7 @@ def test_a_client_that_goes_while_its_prompt_is_tokenized(house: House, monkeypa
             await task
         if cancel == "task":
             slow.go()
-            while house.engine._loop._inbox.qsize() < 2:  # the request and its abort
+            while house.engine._loops[0]._inbox.qsize() < 2:  # the request and its abort
                 await asyncio.sleep(0.001)
             resume()
             while house.engine._live:  # it was aborted: without that it would run for 120 tokens
@@ -354,7 +354,7 @@ def test_an_engine_that_ends_while_a_prompt_is_tokenized(house: House, monkeypat
     else:
         monkeypatch.setattr(house.scheduler, "plan", None)
         assert isinstance(house.ask([5]).error, EngineDeadError)
-    house.engine._loop._thread.join(TIMEOUT)
+    house.engine._loops[0]._thread.join(TIMEOUT)
     slow.go()
     assert isinstance(submission.finish().error, EngineDeadError)
     assert submission.answer.events == []
@@ -383,7 +383,7 @@ def test_abort_while_queued(open_house, reference: Reference):
 def test_abort_in_prefill(open_house, monkeypatch: pytest.MonkeyPatch):
     house = open_house(max_num_seqs=2, max_num_batched_tokens=4)
     answer: list[Answer] = []
-    dispatch, plans = house.engine.runner.dispatch, []
+    dispatch, plans = house.engine.runners[0].dispatch, []
 
     def counting(plan):
         plans.append(plan)
@@ -391,7 +391,7 @@ def test_abort_in_prefill(open_house, monkeypatch: pytest.MonkeyPatch):
             house.engine.abort(answer[0].request_id)
         return dispatch(plan)
 
-    monkeypatch.setattr(house.engine.runner, "dispatch", counting)
+    monkeypatch.setattr(house.engine.runners[0], "dispatch", counting)
     resume = house.pause()
     answer.append(house.send(random_prompt(1, 100), max_tokens=5))
     resume()
@@ -535,7 +535,7 @@ def test_close_ends_what_is_live(house: House):
 
 def test_close_stops_the_thread(open_house):
     house = open_house()
-    thread = house.engine._loop._thread
+    thread = house.engine._loops[0]._thread
     assert thread.is_alive()
     with house.engine:
         house.ask([5], max_tokens=1)

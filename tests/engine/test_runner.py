@@ -34,26 +34,26 @@ def make_plan(lens: list[int], sampled: list[bool], *, copies: int = 0, num_logp
 
 @pytest.fixture
 def runner(base: Engine) -> Runner:
-    base.runner.reset()
-    return base.runner
+    base.runners[0].reset()
+    return base.runners[0]
 
 
 def test_the_pool_stays_where_it_is(runner: Runner):
     """Donated and aliased: the same bytes through forward passes of every size, and through page copies."""
     runner.read(runner.dispatch(make_plan([3], [True])))
-    address = runner.pool.unsafe_buffer_pointer()
+    address = runner.pools[0].unsafe_buffer_pointer()
     for lens in ([1], [2, 5], [20, 9], [1] * 32):
         runner.read(runner.dispatch(make_plan(lens, [True] * len(lens), copies=3)))
-        assert runner.pool.unsafe_buffer_pointer() == address
-    for program in runner._programs.forward.values():
-        assert program.memory_analysis().alias_size_in_bytes >= runner.pool.nbytes
+        assert runner.pools[0].unsafe_buffer_pointer() == address
+    for program in runner._programs.stages[0].forward.values():
+        assert program.memory_analysis().alias_size_in_bytes >= runner.pools[0].nbytes
 
 
 def test_a_step_that_samples_nothing_runs_no_head(runner: Runner, monkeypatch: pytest.MonkeyPatch):
     no_head = replace(runner._programs, sample=dict.fromkeys(runner._programs.sample))
     monkeypatch.setattr(runner, "_programs", no_head)
     flight = runner.dispatch(make_plan([9, 4], [False, False]))
-    assert flight.sampled is None
+    assert flight.micro[0].sampled is None
     assert runner.read(flight).token_ids.tolist() == [0, 0]
 
 

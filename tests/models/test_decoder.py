@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import LayerSpec, ModelConfig
-from jaxinfer.models.decoder import decoder_structure, weight_specs
+from jaxinfer.models.decoder import decoder_structure
 from jaxinfer.models.layers import LayerChoice, linear
 from pallas_kernels.paged_attention import paged_attention, pool_shape
 
@@ -31,7 +31,7 @@ CONFIG = ModelConfig(
 
 def random_weights(config: ModelConfig, dtype=jnp.float32) -> dict[str, jax.Array]:
     rng = np.random.default_rng(0)
-    specs = weight_specs(config, dtype)
+    specs = decoder_structure(config, dtype).specs
     return {path: jnp.asarray(rng.normal(0, 0.3, s.shape), s.dtype) for path, s in specs.items()}
 
 

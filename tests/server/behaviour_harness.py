@@ -98,7 +98,7 @@ class Service:
 async def service_on(base: Engine, **changes: Any) -> AsyncIterator[Service]:
     """At the end, every page must be back and the page books in order."""
     engine = engine_on(base, **changes)
-    compiles = engine.runner.compiles_after_warm_up  # other tests of this process count too
+    compiles = engine.runners[0].compiles_after_warm_up  # other tests of this process count too
     server = GrpcServer(port=0)
     await server.start()
     try:
@@ -109,7 +109,7 @@ async def service_on(base: Engine, **changes: Any) -> AsyncIterator[Service]:
             yield service
             if engine.state is not EngineState.DEAD:
                 await service.idle()
-            assert engine.runner.compiles_after_warm_up == compiles, "this process compiled something meanwhile"
+            assert engine.runners[0].compiles_after_warm_up == compiles, "this process compiled something meanwhile"
     finally:
         await server.stop(0)
         await asyncio.to_thread(engine.close)
@@ -120,9 +120,9 @@ class Script:
 
     def __init__(self, base: Engine, monkeypatch: Any):
         self.tokens: list[int] = []
-        self._read = base.runner.read
+        self._read = base.runners[0].read
         self._said = 0
-        monkeypatch.setattr(base.runner, "read", self._scripted)
+        monkeypatch.setattr(base.runners[0], "read", self._scripted)
 
     def play(self, tokens: Sequence[int]) -> None:
         self.tokens, self._said = list(tokens), 0

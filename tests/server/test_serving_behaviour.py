@@ -419,9 +419,9 @@ def test_bad_parameter(base: Engine):
 @pytest.mark.parametrize("n", [1, 3])
 def test_client_gone(base: Engine, moment: str, n: int, monkeypatch: pytest.MonkeyPatch):
     """The request stops within a step, and its pages come back."""
-    read = base.runner.read
+    read = base.runners[0].read
     # The news of it travels faster than a step, as with a model of a useful size.
-    monkeypatch.setattr(base.runner, "read", lambda flight: (time.sleep(0.06), read(flight))[1])
+    monkeypatch.setattr(base.runners[0], "read", lambda flight: (time.sleep(0.06), read(flight))[1])
 
     async def main() -> None:
         async with service_on(base, max_num_seqs=4) as service:
@@ -465,7 +465,7 @@ def test_no_silent_end(base: Engine, monkeypatch: pytest.MonkeyPatch):
                 monkeypatch.undo()
                 raise RuntimeError("the device is on fire")
 
-            monkeypatch.setattr(base.runner, "read", broken)
+            monkeypatch.setattr(base.runners[0], "read", broken)
             failed = await service.ask(PROMPT)
             assert isinstance(failed.error, StepFailedError)
             assert "the device is on fire" in str(failed.error)

@@ -360,11 +360,17 @@ class TestDescribedChips:
         assert found["kept"]["argument_bytes"] == pytest.approx(pool_bytes + 2 * (64 * 1024 + 2 * 2**20), abs=4096)
 
     def test_each_layer_has_one_all_reduce(self, found: dict) -> None:
-        reduced = {"kind": "all-reduce", "shape": "bf16[64,1024]", "bytes": 64 * 1024 * 2, "count": 2}
+        reduced = {
+            "kind": "all-reduce",
+            "shape": "bf16[64,1024]",
+            "bytes": 64 * 1024 * 2,
+            "count": 2,
+            "in_branch": False,
+        }
         assert found["donated"]["collectives"] == [reduced]
 
     def test_a_gathered_matrix_is_found_in_main_memory(self, found: dict) -> None:
-        gathered = {"kind": "all-gather", "shape": "bf16[8192,8192]", "bytes": 2**27, "count": 2}
+        gathered = {"kind": "all-gather", "shape": "bf16[8192,8192]", "bytes": 2**27, "count": 2, "in_branch": False}
         assert gathered in found["gathered"]["collectives"]
         largest = [r for r in found["gathered"]["large"] if r["bytes"] == 2**27]
         assert [r["opcode"] for r in largest] == ["all-gather", "all-gather"]
