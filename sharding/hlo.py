@@ -320,7 +320,7 @@ class Module:
                 inputs = [a for name in instruction.operands for a in computation.instructions[name].shape.values()]
                 size = max(sum(a.num_bytes for a in arrays) for arrays in (outcome.values(), inputs))
                 found[kind, _shown(outcome), size, computation.name not in always] += 1
-        return tuple(Collective(*what, count, in_branch) for (*what, in_branch), count in found.items())
+        return tuple(Collective(*what[:3], count, what[3]) for what, count in found.items())
 
     def custom_calls(self) -> tuple[CustomCall, ...]:
         """In order of appearance, those inside fusions too."""
