@@ -47,7 +47,9 @@ ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="Hugging Face folder, .gguf file, hub id or alias.", show_default=True)
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")]
-MeshOption = Annotated[str | None, typer.Option(help="Mesh axes and sizes, as tensor=1. This version: one device.")]
+MeshOption = Annotated[
+    str | None, typer.Option(help="Mesh axes and sizes, as data=2,stage=2,tensor=4, or a TOML file with a rules table.")
+]
 QuantizeOption = Annotated[str | None, typer.Option(help="Weights at fewer bits. This version: none.")]
 MaxModelLenOption = Annotated[
     int | None, typer.Option(min=2, help="Longest sequence, prompt and output. \\[default: the model's own]")

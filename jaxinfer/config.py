@@ -127,13 +127,15 @@ class EngineConfig:
     Attributes:
       model: a Hugging Face folder, a .gguf file, a hub id or an alias.
       dtype: of weights and cache: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
-      mesh: mesh axes and sizes, as "tensor=1"; this version serves one device.
+      mesh: mesh axes and sizes, as "data=2,stage=2,tensor=4", or a TOML file that also has a rules table (see
+        `sharding.mesh`); None is one device.
       quantize: weights at fewer bits; none yet.
       max_model_len: longest sequence, prompt and output together; None is the model's own limit.
-      max_num_seqs: most sequences that run at once.
-      max_num_batched_tokens: token budget of a step.
+      max_num_seqs: most sequences that run at once in a replica.
+      max_num_batched_tokens: token budget of a replica's step.
       page_size: tokens a page of the KV cache.
-      kv_cache_bytes: memory of the page pool; None takes 1 GiB on a CPU, else what is left of the device's memory.
+      kv_cache_bytes: memory of the page pool on each device; None takes 1 GiB of a CPU's memory for all devices
+        together, else what is left of the device's memory.
       prefix_caching: share full pages between equal prefixes.
       max_waiting: most requests that may wait.
       max_waiting_tokens: most prompt tokens that may wait, of all requests together; one request alone always may.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -326,6 +326,11 @@ class EngineStats:
     host_ms_per_step: float
     waiting_tokens: int  # prompt tokens of requests that have not started
     audit_breaches_total: int  # idle moments at which the page books did not add up
+
+    def past(self) -> EngineStats:
+        """What stays of it when its loop has been left: the totals."""
+        gauges = ("running", "waiting", "total_pages", "free_pages", "cached_pages", "waiting_tokens")
+        return replace(self, output_tokens_per_s=0.0, **dict.fromkeys(gauges, 0))
 
     @classmethod
     def total(cls, parts: Sequence[EngineStats]) -> EngineStats:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 from hypothesis import settings
 from tiny_engines import closed_engine, config_of, write_tiny_model
@@ -14,6 +15,8 @@ from tiny_engines import closed_engine, config_of, write_tiny_model
 from jaxinfer.checkpoints.source import default_cache_dir, resolve
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+
+jax.config.update("jax_num_cpu_devices", 8)  # for tests of meshes; all others use the first
 
 # The same examples in every run; scripts/fuzz.py looks for others.
 settings.register_profile("same-examples", derandomize=True)

@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.live_request import LiveRequest, Sink
 from jaxinfer.engine.loop import EngineLoop
 from jaxinfer.engine.observer import GuardedObserver, Observer
+from jaxinfer.engine.reshard import bytes_on_one_device, move_weights, weights_by_path
 from jaxinfer.engine.router import Router
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.sequence import NO_WORDS, make_samples
-from jaxinfer.engine.startup import Progress, start_up
+from jaxinfer.engine.startup import Progress, Started, compile_programs, described, lay_out, start_threads, start_up
 from jaxinfer.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -32,6 +34,7 @@ from jaxinfer.errors import (
     InvalidArgumentError,
     JaxinferError,
     RequestExistsError,
+    UnsupportedError,
 )
 from jaxinfer.text.bad_words import bad_word_rows
 from jaxinfer.text.chat import encode_chat
@@ -80,6 +83,10 @@ class Engine:
         self.model_name, self.model_config, self.scheduler_config = name, model, scheduler
         self.tokenizer, self.runners = tokenizer, tuple(runners)
         self.startup_seconds: dict[str, float] = {}
+        self._started: Started | None = None
+        self._resharding = threading.Lock()
+        self._held: list[LiveRequest] | None = None  # what came while weights move; None while none do
+        self._past: list[EngineStats] = []  # of loops that were left
         self._lock = threading.Lock()
         self._live: dict[str, LiveRequest | None] = {}  # None while its prompt is being tokenized
         self._aborted_early: set[str] = set()  # aborted in that time
@@ -88,6 +95,10 @@ class Engine:
         self._state = EngineState.STARTING
         self._death: EngineDeadError | None = None
         self._eos = tuple(dict.fromkeys((*model.eos_token_ids, *tokenizer.eos_token_ids)))
+        self._make_loops()
+
+    def _make_loops(self) -> None:
+        scheduler = self.scheduler_config
         self._router = Router(
             len(self.runners), page_size=scheduler.page_size, pages=scheduler.num_pages, slots=scheduler.max_num_seqs
         )
@@ -116,12 +127,12 @@ class Engine:
         engine = cls(
             config.model,
             started.model,
-            started.scheduler,
+            started.layout.scheduler,
             started.tokenizer,
             started.runners,
             stuck_after_s=config.stuck_after_s,
         )
-        engine.startup_seconds = started.seconds
+        engine._started, engine.startup_seconds = started, started.seconds
         engine._begin()
         return engine
 
@@ -142,7 +153,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot as of the last step, of all replicas together."""
-        return EngineStats.total([loop.stats for loop in self._loops])
+        return EngineStats.total([*(loop.stats for loop in self._loops), *self._past])
 
     def replica_stats(self) -> list[EngineStats]:
         """The same, of each replica."""
@@ -193,18 +204,16 @@ class Engine:
             self._admission.bring(len(prompt))
             num_tokens = len(prompt)
             live = self._make_live(request, prompt, sink)
-            closed = [self._is_stuck(loop) for loop in self._loops]
             # Under the lock, so that an abort comes either before this (and is found here) or after it in the inbox,
             # and the end of the engine either before this (and is found here) or after it.
             with self._lock:
                 if self._state is EngineState.DEAD:
                     raise self._death or EngineDeadError("the engine is closed")
-                live.replica = self._router.choose(prompt, len(live.samples), closed=closed)
                 self._live[request.request_id] = live
-                self._loops[live.replica].submit(live)
-                if request.request_id in self._aborted_early:
-                    self._aborted_early.discard(request.request_id)
-                    self._loops[live.replica].abort(request.request_id)
+                if self._held is not None:
+                    self._held.append(live)
+                else:
+                    self._place(live)
             return prompt
         except BaseException:
             with self._lock:
@@ -212,6 +221,15 @@ class Engine:
                 self._aborted_early.discard(request.request_id)
             self._admission.go(num_tokens, started=False)
             raise
+
+    def _place(self, live: LiveRequest) -> None:
+        """To the replica that the router chooses. Under the lock."""
+        closed = [self._is_stuck(loop) for loop in self._loops]
+        live.replica = self._router.choose(live.samples[0].prompt_token_ids, len(live.samples), closed=closed)
+        self._loops[live.replica].submit(live)
+        if live.request_id in self._aborted_early:
+            self._aborted_early.discard(live.request_id)
+            self._loops[live.replica].abort(live.request_id)
 
     def _enter(self, request: Request) -> None:
         with self._lock:
@@ -321,7 +339,7 @@ class Engine:
             if request_id not in self._live:
                 return False
             live = self._live[request_id]
-            if live is None:
+            if live is None or self._held is not None:
                 self._aborted_early.add(request_id)
             else:
                 self._loops[live.replica].abort(request_id)
@@ -330,6 +348,79 @@ class Engine:
     def call(self, function: Callable[[], None], replica: int = 0) -> None:
         """Runs a function on a replica's loop thread between two steps; it must not raise."""
         self._loops[replica].call(function)
+
+    # Another mesh.
+
+    def reshard(self, mesh: str, *, progress: Progress | None = None) -> None:
+        """Moves the weights to another mesh, from device to device, and goes on there.
+
+        Requests under way keep their tokens, compute their prompts again, and continue; new ones wait meanwhile.
+        Serving stops only for the move: programs are compiled before it.
+
+        Raises:
+          InvalidArgumentError: the mesh cannot work; nothing has changed.
+          EngineDeadError: it failed midway; the engine has ended.
+        """
+        started = self._started
+        if started is None:
+            raise UnsupportedError("reshard: only an engine that Engine.start made has weights to move")
+        with self._resharding:
+            self._check_open()
+            config = replace(started.config, mesh=mesh)
+            ours = [array for runner in self.runners for array in runner.arrays]
+            layout = lay_out(config, started.model, started.dtype, bytes_on_one_device(ours))
+            report: Progress = progress or (lambda stage, done, total: None)
+            begun = time.perf_counter()
+            with start_threads() as threads:
+                made = compile_programs(layout, started.model, started.dtype, started.executables, threads, report)
+                programs = made()
+            with self._lock:
+                self._check_open()
+                self._held = []
+            stopped = time.perf_counter()
+            try:
+                moving = [live for loop in self._loops for live in loop.leave()]
+                self._past.append(EngineStats.total([loop.stats for loop in self._loops]).past())
+                weights = weights_by_path(self.runners, started.layout.structures)
+                self.runners = ()  # with which the old pages go
+                leaves = move_weights(weights, started.layout.specs, layout)
+                self.runners = tuple(Runner(*both) for both in zip(programs, leaves, strict=True))
+                for runner in self.runners:
+                    runner.warm_up()
+                self.scheduler_config = layout.scheduler
+                self._started = replace(started, config=config, layout=layout, runners=self.runners)
+            except BaseException as error:
+                dead = EngineDeadError(f"lost on the way to mesh {mesh}: {type(error).__name__}: {error}")
+                self._on_death(dead)
+                with self._lock:
+                    held, self._held = self._held, None
+                for loop in self._loops:
+                    loop.end_left(dead, held)
+                    held = []
+                raise dead from error
+            with self._lock:
+                closed = self._state is EngineState.DEAD
+                held, self._held = self._held, None
+                if not closed:
+                    self._make_loops()
+                    # Each that had begun goes ahead of all that are there, so the newest first.
+                    begun_first = sorted(moving, key=lambda live: live.samples[0].order, reverse=True)
+                    for live in (live for live in begun_first if live.started):
+                        self._place(live)
+                    for live in (live for live in [*reversed(begun_first), *held] if not live.started):
+                        self._place(live)
+                    for loop in self._loops:
+                        loop.start()
+            if closed:
+                for loop in self._loops:
+                    loop.end_left(self._death or EngineDeadError("the engine is closed"), held)
+                    held = []
+                return
+            logger.info(
+                "%s: %s; programs in %.1f s, moved in %.1f s, with %d requests under way",
+                *(self.model_name, described(layout, started.model), stopped - begun, time.perf_counter() - stopped),
+                len(moving),
+            )
 
     # The end.
 

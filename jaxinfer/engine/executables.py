@@ -14,7 +14,7 @@ import pickle
 import platform
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -97,12 +97,18 @@ class ExecutableCache:
         assert self.folder is not None
         return self.folder / f"{hashlib.sha256((_environment() + key).encode()).hexdigest()[:40]}.jaxexe"
 
-    def load(self, key: str) -> jax.stages.Compiled | None:
-        """The program stored under `key`, or None."""
+    def load(self, key: str, devices: Sequence[jax.Device] | None = None) -> jax.stages.Compiled | None:
+        """The program stored under `key`, or None.
+
+        Args:
+          devices: those it was compiled for; by default JAX's first.
+        """
         if self.folder is None or not (path := self._path(key)).exists():
             return None
         try:
-            return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+            devices = jax.devices()[:1] if devices is None else devices
+            payload, in_tree, out_tree = pickle.loads(path.read_bytes())
+            return serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
         except Exception as error:
             logger.warning("stored program %s does not load (%s); compiling it again", path.name, error)
             return None

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from jaxinfer.engine.live_request import LiveRequest
 from jaxinfer.engine.observer import Observer
@@ -52,7 +52,7 @@ class EngineLoop:
         self._not_started: dict[str, LiveRequest] = {}
         self._deadlines: list[tuple[float, int, LiveRequest]] = []  # a heap; those of ended requests stay until due
         self._numbers = itertools.count()
-        self._stopping = self._dead = False
+        self._stopping = self._leaving = self._dead = False
         self._progress_at: float | None = None  # when the loop last began a step; None while it is idle
         self._step_seconds = 0.0  # the last step's
         self.audit_breaches = 0
@@ -77,6 +77,7 @@ class EngineLoop:
     # Messages, from any thread.
 
     def submit(self, live: LiveRequest) -> None:
+        """Takes on a request, new or from a loop that was left; one that has begun goes ahead of all that are here."""
         self._inbox.put(lambda: self._add(live))
 
     def abort(self, request_id: str) -> None:
@@ -89,6 +90,24 @@ class EngineLoop:
     def call(self, function: Callable[[], None]) -> None:
         """Runs a function on the loop thread between two steps."""
         self._inbox.put(function)
+
+    def leave(self) -> list[LiveRequest]:
+        """Ends the thread once the step under way is read, and returns what still lives. All cached pages are lost."""
+
+        def set_leaving() -> None:
+            self._leaving = True
+
+        self._inbox.put(set_leaving)
+        self._thread.join()
+        self._scheduler.reset_cache()
+        self.stats = self._snapshot()
+        return list(self._live.values())
+
+    def end_left(self, error: JaxinferError, also: Iterable[LiveRequest] = ()) -> None:
+        """Ends what lived when the loop was left, and some that never came to it."""
+        self._live |= {live.request_id: live for live in also}
+        for live in list(self._live.values()):
+            self._end(live, error)
 
     def stop(self, timeout: float) -> None:
         """Ends the thread after the step it is in, and waits for that for `timeout` seconds."""
@@ -131,8 +150,10 @@ class EngineLoop:
             self._progress_at = now
             begun = time.perf_counter()
             waited = 0.0
-            plan = self._scheduler.plan()
+            plan = None if self._leaving else self._scheduler.plan()
             if plan is None and flight is None:
+                if self._leaving:
+                    return
                 if self._scheduler.has_unfinished:
                     raise RuntimeError("requests wait, nothing runs, and none can be planned")
                 continue
@@ -285,11 +306,14 @@ class EngineLoop:
     # Messages, on the loop thread.
 
     def _add(self, live: LiveRequest) -> None:
-        self._live[live.request_id] = self._not_started[live.request_id] = live
-        self._waiting_tokens += live.num_prompt_tokens
+        self._live[live.request_id] = live
+        if not live.started:
+            self._not_started[live.request_id] = live
+            self._waiting_tokens += live.num_prompt_tokens
         try:
             if not self._dead:
-                self._scheduler.add(live.samples)
+                enqueue = self._scheduler.resume if live.started else self._scheduler.add
+                enqueue(live.samples)
                 if live.deadline is not None:
                     heapq.heappush(self._deadlines, (live.deadline, next(self._numbers), live))
         except JaxinferError as error:

@@ -224,9 +224,9 @@ def load_or_compile(
         mesh: Mesh,
     ) -> Any:  # fmt: skip
         # The key holds all that shapes the program; the cache adds source, versions and device.
-        devices = [device.id for device in mesh.devices.flat]
-        key = f"{name} {model} {structures} {arguments} {results} {mesh.shape} {devices}"
-        compiled = executables.load(key)
+        devices = list(mesh.devices.flat)
+        key = f"{name} {model} {structures} {arguments} {results} {mesh.shape} {[device.id for device in devices]}"
+        compiled = executables.load(key, devices)
         if compiled is None:
             # Kernels are chosen by the mesh's devices.
             with expected_compiles(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -28,7 +28,7 @@ class Router:
         self._sent = [OrderedDict[bytes, None]() for _ in range(num_replicas)]
         self.loads = [0] * num_replicas  # sequences that were sent and have not ended
 
-    def choose(self, prompt: Sequence[int], num_sequences: int, *, closed: Sequence[bool]) -> int:
+    def choose(self, prompt: Sequence[int] | np.ndarray, num_sequences: int, *, closed: Sequence[bool]) -> int:
         """The replica for a prompt; it has so many sequences more from now on, until `ended`.
 
         Args:
@@ -53,7 +53,7 @@ class Router:
         with self._lock:
             self.loads[replica] -= num_sequences
 
-    def _keys(self, prompt: Sequence[int]) -> list[bytes]:
+    def _keys(self, prompt: Sequence[int] | np.ndarray) -> list[bytes]:
         ids, keys = np.asarray(prompt, np.int32), [root_key()]
         for end in range(self._page_size, min(len(ids), self._pages * self._page_size) + 1, self._page_size):
             keys.append(page_key(keys[-1], ids[end - self._page_size : end].tobytes()))

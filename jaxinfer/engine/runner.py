@@ -75,6 +75,11 @@ class Runner:
         return len(self._programs.stages)
 
     @property
+    def arrays(self) -> list[jax.Array]:
+        """All that it keeps on its devices."""
+        return jax.tree.leaves((self.leaves, self.pools, self._last_tokens, self._rules))
+
+    @property
     def compiles_after_warm_up(self) -> int:
         """Compilations since warm-up ended: anything but 0 is a bug."""
         return 0 if self._compiles_at_warm_up is None else stray_compile_count() - self._compiles_at_warm_up

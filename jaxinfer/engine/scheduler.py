@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxinfer.config import SchedulerConfig
 from jaxinfer.engine.sequence import Sequence, Status
-from jaxinfer.errors import JaxinferError, RequestExistsError
+from jaxinfer.errors import InvalidArgumentError, JaxinferError, RequestExistsError
 from jaxinfer.kv_cache.blocks import PageAllocator
 from jaxinfer.types import MAX_INT32, SAMPLING_ROW, FinishReason, SlotEntry, StepPlan, StepTokens
 
@@ -84,7 +84,7 @@ class Scheduler:
         self.num_cached_tokens = 0
         self._eos_token_ids = frozenset(eos_token_ids)
         self._step = 0
-        self._arrivals = 0
+        self._arrivals = self._resumed = 0
         self._requests: dict[str, list[Sequence]] = {}  # live ones, with all their samples
         self._waiting: list[Sequence] = []  # both lists are sorted by `order`
         self._running: list[Sequence] = []
@@ -147,6 +147,24 @@ class Scheduler:
             insort(self._waiting, sequence, key=_order)
         self._arrivals += 1
         self._requests[first.request_id] = list(samples)
+
+    def resume(self, samples: list[Sequence]) -> None:
+        """Queue what still lives of a request that another scheduler began (see `reset_cache`), ahead of all others.
+
+        Raises:
+          InvalidArgumentError: it no longer fits the page pool.
+        """
+        config = self.config
+        live = [sequence for sequence in samples if not sequence.finished]
+        most = min(config.max_model_len, config.num_pages * config.page_size + 1)
+        if (longest := max(sequence.num_known_tokens for sequence in live)) >= most:
+            raise InvalidArgumentError("request", f"{longest} tokens so far", f"less than {most}, what the pages hold")
+        self._resumed -= 1
+        for sequence in live:
+            sequence.max_total_tokens = min(sequence.max_total_tokens, most)
+            sequence.order = (sequence.priority, self._resumed, sequence.index)
+            insort(self._waiting, sequence, key=_order)
+        self._requests[live[0].request_id] = live
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End what still lives of a request; returns those samples. Unknown or finished requests give none."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,11 +20,12 @@ from jaxinfer.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxinfer.checkpoints.source import resolve
 from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.executables import ExecutableCache
-from jaxinfer.engine.programs import load_or_compile
+from jaxinfer.engine.programs import Programs, load_or_compile
 from jaxinfer.engine.runner import Runner
 from jaxinfer.errors import InvalidArgumentError, UnsupportedError
 from jaxinfer.kv_cache.pool import page_bytes
 from jaxinfer.models.decoder import DecoderStructure, Stage, decoder_structure
+from jaxinfer.models.layers import WeightSpec
 from jaxinfer.models.partition import Partition
 from jaxinfer.sampling.logit_rules import rules_bytes
 from jaxinfer.text.tokenizer import Tokenizer
@@ -43,18 +45,65 @@ type Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
+class Layout:
+    """A model on the devices of a mesh, before any byte is moved.
+
+    Attributes:
+      submeshes: by replica and stage.
+      structures: of the stages.
+      scheduler: of each replica.
+    """
+
+    mesh: MeshConfig
+    submeshes: list[list[Mesh]]
+    structures: list[DecoderStructure]
+    scheduler: SchedulerConfig
+
+    @property
+    def specs(self) -> dict[str, WeightSpec]:
+        """Of every weight, by path."""
+        return {path: spec for structure in self.structures for path, spec in structure.specs.items()}
+
+    def place(self, path: str, array: np.ndarray | jax.Array) -> list[list[jax.Array | None]]:
+        """A weight in this layout's shape to its devices, by replica and stage: each is sent its own part, no more."""
+        return [
+            [
+                jax.device_put(array, NamedSharding(mesh, structure.partition.rules.spec(structure.specs[path].axes)))
+                if path in structure.specs
+                else None
+                for structure, mesh in zip(self.structures, meshes, strict=True)
+            ]
+            for meshes in self.submeshes
+        ]
+
+    def leaves(self, placed: Mapping[str, list[list[jax.Array | None]]]) -> list[list[tuple[jax.Array, ...]]]:
+        """What `place` gave for every weight, by path -> leaves by replica and stage."""
+        return [
+            [
+                tuple(placed[path][replica][stage] for path in structure.specs)  # type: ignore[misc]
+                for stage, structure in enumerate(self.structures)
+            ]
+            for replica in range(len(self.submeshes))
+        ]
+
+
+@dataclass(frozen=True)
 class Started:
     """What an engine runs on.
 
     Attributes:
+      dtype: of weights, activations and cache.
       runners: of each replica, warmed up.
       seconds: what each part of the start took.
     """
 
+    config: EngineConfig
     model: ModelConfig
-    scheduler: SchedulerConfig
+    dtype: Any
+    layout: Layout
     tokenizer: Tokenizer
     runners: tuple[Runner, ...]
+    executables: ExecutableCache
     seconds: dict[str, float]
 
 
@@ -62,7 +111,7 @@ def start_up(config: EngineConfig, *, cache_dir: Path, offline: bool, progress: 
     """See `Engine.start`."""
     report: Progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
-    mesh, submeshes = _mesh(config)
+    _mesh(config)
     if config.quantize is not None:
         raise UnsupportedError(f"quantize={config.quantize!r}: this version serves weights in float only")
     if config.dtype not in DTYPES:
@@ -74,55 +123,92 @@ def start_up(config: EngineConfig, *, cache_dir: Path, offline: bool, progress: 
     checkpoint = open_checkpoint(source)
     model = checkpoint.config
     dtype = checkpoint.dtype if config.dtype == "auto" else np.dtype(getattr(jax.numpy, config.dtype))
-    structures = _structures(config, model, dtype, mesh, submeshes[0][0])
-    scheduler = _scheduler_config(config, model, structures, dtype, mesh, submeshes[0][0].devices.flat[0])
-    threads = ThreadPoolExecutor(START_THREADS, "start")
-    try:
+    layout = lay_out(config, model, dtype)
+    executables = ExecutableCache(cache_dir / "programs" if config.compile_cache else None)
+    with start_threads() as threads:
         tokenizer = threads.submit(_tokenizer, checkpoint)
         # Programs are made from declarations, so they need not wait for the weights.
-        executables = ExecutableCache(cache_dir / "programs" if config.compile_cache else None)
-        done = [(0, 1)] * len(submeshes)
-
-        def on_programs(replica: int, ready: int, total: int) -> None:
-            done[replica] = (ready, total)
-            report("warm-up", sum(ready for ready, _ in done), total * len(done))
-
-        programs = [
-            load_or_compile(
-                *(structures, model, scheduler),
-                dtype=dtype,
-                meshes=meshes,
-                executables=executables,
-                threads=threads,
-                progress=partial(on_programs, replica),
-            )
-            for replica, meshes in enumerate(submeshes)
-        ]
-        leaves = _load(checkpoint, structures, submeshes, lambda done, all_: report("load", done, all_))
+        programs = compile_programs(layout, model, dtype, executables, threads, report)
+        load = lambda done, all_: report("load", done, all_)
+        leaves = layout.leaves(checkpoint.load(layout.specs, place=layout.place, progress=load))
         clock.lap("load")
-        runners = tuple(Runner(made(), each) for made, each in zip(programs, leaves, strict=True))
+        runners = tuple(Runner(made, each) for made, each in zip(programs(), leaves, strict=True))
         for runner in runners:
             runner.warm_up()
         clock.lap("warm-up")
-        started = Started(model, scheduler, tokenizer.result(), runners, clock.laps)
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
+        started = Started(config, model, dtype, layout, tokenizer.result(), runners, executables, clock.laps)
     logger.info(
-        "%s: %s, %d layers, %s, mesh %s%s; %d sequences at once, context %d, %d pages of %d tokens%s; started in %s",
-        config.model,
-        model.family,
-        len(model.layers),
-        dtype,
-        mesh,
-        "".join(f" ({note})" for note in structures[0].partition.notes(model)),
-        scheduler.max_num_seqs,
-        scheduler.max_model_len,
-        scheduler.num_pages,
-        scheduler.page_size,
-        " a replica" if mesh.data > 1 else "",
+        "%s: %s, %d layers, %s, %s; started in %s",
+        *(config.model, model.family, len(model.layers), dtype, described(layout, model)),
         ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.laps.items()),
     )
     return started
+
+
+def described(layout: Layout, model: ModelConfig) -> str:
+    """A layout, for the log."""
+    scheduler, notes = layout.scheduler, layout.structures[0].partition.notes(model)
+    each = " a replica" if layout.mesh.data > 1 else ""
+    return (
+        f"mesh {layout.mesh}{''.join(f' ({note})' for note in notes)}; {scheduler.max_num_seqs} sequences at once"
+        f"{each}, context {scheduler.max_model_len}, {scheduler.num_pages} pages of {scheduler.page_size} tokens{each}"
+    )
+
+
+@contextmanager
+def start_threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads to compile on; at the end what has not begun is dropped, and nothing is waited for."""
+    threads = ThreadPoolExecutor(START_THREADS, "start")
+    try:
+        yield threads
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def compile_programs(
+    layout: Layout,
+    model: ModelConfig,
+    dtype: Any,
+    executables: ExecutableCache,
+    threads: ThreadPoolExecutor,
+    report: Progress,
+) -> Callable[[], list[Programs]]:
+    """Starts to make the programs of every replica on `threads`; returns what waits for them."""
+    done = [(0, 1)] * len(layout.submeshes)
+
+    def on_programs(replica: int, ready: int, total: int) -> None:
+        done[replica] = (ready, total)
+        report("warm-up", sum(ready for ready, _ in done), total * len(done))
+
+    waiting = [
+        load_or_compile(
+            *(layout.structures, model, layout.scheduler),
+            dtype=dtype,
+            meshes=meshes,
+            executables=executables,
+            threads=threads,
+            progress=partial(on_programs, replica),
+        )
+        for replica, meshes in enumerate(layout.submeshes)
+    ]
+    return lambda: [programs() for programs in waiting]
+
+
+def lay_out(config: EngineConfig, model: ModelConfig, dtype: Any, our_bytes: int = 0) -> Layout:
+    """How the model lies on the mesh of `config`.
+
+    Args:
+      our_bytes: what an engine that is to make room holds on each device.
+
+    Raises:
+      InvalidArgumentError: the mesh cannot work, or leaves no room for pages; nothing has been allocated.
+    """
+    mesh, submeshes = _mesh(config)
+    structures = _structures(config, model, dtype, mesh, submeshes[0][0])
+    device = submeshes[0][0].devices.flat[0]
+    return Layout(
+        mesh, submeshes, structures, _scheduler_config(config, model, structures, dtype, mesh, device, our_bytes)
+    )
 
 
 def _mesh(config: EngineConfig) -> tuple[MeshConfig, list[list[Mesh]]]:
@@ -163,36 +249,6 @@ def _scans_layers(config: EngineConfig, layers: Sequence[Any], mesh: Mesh) -> bo
     return config.scan_layers
 
 
-def _load(
-    checkpoint: Checkpoint,
-    structures: Sequence[DecoderStructure],
-    submeshes: Sequence[Sequence[Mesh]],
-    progress: Callable[[int, int], None],
-) -> list[list[tuple[jax.Array, ...]]]:
-    """Weights by replica and stage. Each device is sent its own part of every weight, and never more."""
-    specs = {path: spec for structure in structures for path, spec in structure.specs.items()}
-
-    def place(path: str, host: np.ndarray) -> list[list[jax.Array | None]]:
-        return [
-            [
-                jax.device_put(host, NamedSharding(mesh, structure.partition.rules.spec(specs[path].axes)))
-                if path in structure.specs
-                else None
-                for structure, mesh in zip(structures, meshes, strict=True)
-            ]
-            for meshes in submeshes
-        ]
-
-    placed = checkpoint.load(specs, place=place, progress=progress)
-    return [
-        [
-            structure.flatten({path: arrays[replica][stage] for path, arrays in placed.items()})
-            for stage, structure in enumerate(structures)
-        ]
-        for replica in range(len(submeshes))
-    ]
-
-
 def _scheduler_config(
     config: EngineConfig,
     model: ModelConfig,
@@ -200,6 +256,7 @@ def _scheduler_config(
     dtype: Any,
     mesh: MeshConfig,
     device: jax.Device,
+    our_bytes: int,
 ) -> SchedulerConfig:
     """Of each replica."""
     max_model_len = model.max_position if config.max_model_len is None else config.max_model_len
@@ -215,7 +272,8 @@ def _scheduler_config(
             *(config.page_size, dtype, device_of(device)),
         )
         per_page //= heads
-        budget = config.kv_cache_bytes or _pool_memory(device, structure.bytes_per_device() + rules, mesh.num_devices)
+        other = structure.bytes_per_device() + rules - our_bytes
+        budget = config.kv_cache_bytes or _pool_memory(device, other, mesh.num_devices)
         num_pages = min(num_pages, budget // per_page)
     if num_pages < 1:
         raise InvalidArgumentError("kv_cache_bytes", budget, f"at least one page, {per_page} bytes")
