@@ -114,6 +114,9 @@ def serve(
         float, typer.Option(min=0.001, help="Health fails while the device is at one step for longer than this.")
     ] = _DEFAULTS.stuck_after_s,
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long live requests may take after SIGTERM.")] = 30.0,
+    allow_reshard: Annotated[
+        bool, typer.Option("--allow-reshard", help="Let clients move the model to another mesh, by the RPC Reshard.")
+    ] = False,
     offline: OfflineOption = False,
     api_key: Annotated[
         list[str] | None,
@@ -214,6 +217,7 @@ def serve(
                 api_keys=api_keys,
                 observer=observer,
                 tracer=tracer,
+                allow_reshard=allow_reshard,
                 drain_timeout_s=drain_seconds,
                 on_listening=lambda bound: _say(f"listening on {host}:{bound}"),
                 on_ready=on_ready,

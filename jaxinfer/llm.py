@@ -185,6 +185,13 @@ class LLM:
             raise
         return list(outputs.values())
 
+    def reshard(self, mesh: str, *, progress: Progress | None = None) -> None:
+        """Moves the weights to another mesh, such as "tensor=4", without reading the checkpoint again.
+
+        Raises: as `Engine.reshard`.
+        """
+        self.engine.reshard(mesh, progress=progress)
+
     def close(self) -> None:
         """Stops the engine."""
         self.engine.close()

@@ -272,6 +272,10 @@ class Client:
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         return info.server_info_from_proto(self._unary(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s))
 
+    def reshard(self, mesh: str, *, timeout_s: float | None = None) -> float:
+        """Moves the model to another mesh, such as "data=2,tensor=4"; returns the seconds that took."""
+        return self._unary(self._stub.Reshard, pb.ReshardRequest(mesh=mesh), timeout_s).seconds
+
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Waits until the server's health is SERVING, also for one that does not listen yet.
 
@@ -384,6 +388,9 @@ class AsyncClient:
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         answer = await self._unary(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s)
         return info.server_info_from_proto(answer)
+
+    async def reshard(self, mesh: str, *, timeout_s: float | None = None) -> float:
+        return (await self._unary(self._stub.Reshard, pb.ReshardRequest(mesh=mesh), timeout_s)).seconds
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
         deadline, last = time.monotonic() + timeout_s, "no answer"

@@ -26,6 +26,7 @@ from jaxinfer.errors import (
     InvalidArgumentError,
     JaxinferError,
     ModelNotFoundError,
+    UnsupportedError,
 )
 from jaxinfer.logs import describe, request_context
 from jaxinfer.types import Failed, PromptLogprobs, Request
@@ -84,8 +85,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
       live: how many Generate and UnaryGenerate calls are open.
     """
 
-    def __init__(self, observer: Observer, tracer: Tracer) -> None:
-        self._observer, self._tracer = observer, tracer
+    def __init__(self, observer: Observer, tracer: Tracer, *, allow_reshard: bool = False) -> None:
+        self._observer, self._tracer, self._allow_reshard = observer, tracer, allow_reshard
         self.engine: Engine | None = None
         self.draining = False
         self.live = 0
@@ -200,7 +201,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with _errors_become_statuses(context, "GetModelInfo"):
             engine = self._engine_or_refuse()
             return info.model_info_to_proto(
-                info.ModelInfo.of(engine.model_name, engine.model_config, engine.scheduler_config)
+                info.ModelInfo.of(engine.model_name, engine.model_config, engine.scheduler_config, engine.mesh)
             )
 
     async def GetServerInfo(
@@ -215,6 +216,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     stats=None if self.engine is None else self.engine.stats(),
                 )
             )
+
+    async def Reshard(self, message: pb.ReshardRequest, context: grpc.aio.ServicerContext) -> pb.ReshardResponse:
+        async with _errors_become_statuses(context, f"Reshard to {message.mesh!r}"):
+            if not self._allow_reshard:
+                raise UnsupportedError("Reshard: this server was not started with --allow-reshard")
+            if "=" not in message.mesh:  # a file is read on the server, where clients have no business
+                raise InvalidArgumentError("mesh", message.mesh, "axes and sizes, such as data=2,tensor=4")
+            engine, begun = self._engine_or_refuse(), time.monotonic()
+            # It cannot be undone halfway: a caller that goes away does not end it.
+            await asyncio.shield(asyncio.to_thread(engine.reshard, message.mesh))
+            return pb.ReshardResponse(mesh=engine.mesh, seconds=time.monotonic() - begun)
 
     def _engine_for(self, message: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> Engine:
         engine = self._engine_or_refuse()
@@ -289,12 +301,13 @@ class GrpcServer:
         api_keys: ApiKeys | None = None,
         observer: Observer | None = None,
         tracer: Tracer | None = None,
+        allow_reshard: bool = False,
     ) -> None:
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
             raise InvalidArgumentError("port", port, "0 (any free one) to 65535")
         self.host = host
         self.port = port  # the one bound, after `start`
-        self.service = InferenceService(observer or Observer(), tracer or Tracer())
+        self.service = InferenceService(observer or Observer(), tracer or Tracer(), allow_reshard=allow_reshard)
         self._tls, self._api_keys = tls, api_keys
         self._server: grpc.aio.Server | None = None
 
@@ -388,6 +401,7 @@ async def serve(
     api_keys: ApiKeys | None = None,
     observer: Observer | None = None,
     tracer: Tracer | None = None,
+    allow_reshard: bool = False,
     drain_timeout_s: float = 30.0,
     on_listening: Callable[[int], None] | None = None,
     on_ready: Callable[[Engine], None] | None = None,
@@ -403,6 +417,7 @@ async def serve(
       tls, api_keys: None leaves the connection plain, and lets everybody in.
       observer: is told of requests that are refused here; give the engine the same one.
       tracer: makes a span for each request.
+      allow_reshard: whether clients may move the model to another mesh.
       drain_timeout_s: how long live requests may take to end after the first signal.
       on_listening: is told the port, before loading begins.
       on_ready: is told the engine, once it serves.
@@ -414,7 +429,15 @@ async def serve(
       CannotListenError: the address cannot be listened on.
       Exception: what `load` raised; the server is stopped by then.
     """
-    server = GrpcServer(host=host, port=port, tls=tls, api_keys=api_keys, observer=observer, tracer=tracer)
+    server = GrpcServer(
+        host=host,
+        port=port,
+        tls=tls,
+        api_keys=api_keys,
+        observer=observer,
+        tracer=tracer,
+        allow_reshard=allow_reshard,
+    )
     await server.start()
     stop, hurry = asyncio.Event(), asyncio.Event()
     undo_signals = _on_signals(lambda: (hurry if stop.is_set() else stop).set())

@@ -5,7 +5,7 @@ import warnings
 
 from server import inference_pb2 as server_dot_inference__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.80.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class InferenceStub:
+class InferenceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -69,9 +69,14 @@ class InferenceStub:
                 request_serializer=server_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=server_dot_inference__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.Reshard = channel.unary_unary(
+                '/jaxinfer.v1.Inference/Reshard',
+                request_serializer=server_dot_inference__pb2.ReshardRequest.SerializeToString,
+                response_deserializer=server_dot_inference__pb2.ReshardResponse.FromString,
+                _registered_method=True)
 
 
-class InferenceServicer:
+class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
@@ -125,6 +130,15 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reshard(self, request, context):
+        """Moves the weights to another mesh, from device to device; requests under way continue there, and new ones wait
+        meanwhile. Returns once the model is served on it. A mesh that cannot work is INVALID_ARGUMENT, and changes
+        nothing. UNIMPLEMENTED unless the server was started with --allow-reshard.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -163,6 +177,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=server_dot_inference__pb2.GetServerInfoRequest.FromString,
                     response_serializer=server_dot_inference__pb2.GetServerInfoResponse.SerializeToString,
             ),
+            'Reshard': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reshard,
+                    request_deserializer=server_dot_inference__pb2.ReshardRequest.FromString,
+                    response_serializer=server_dot_inference__pb2.ReshardResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'jaxinfer.v1.Inference', rpc_method_handlers)
@@ -171,7 +190,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Inference:
+class Inference(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -353,6 +372,33 @@ class Inference:
             '/jaxinfer.v1.Inference/GetServerInfo',
             server_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
             server_dot_inference__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reshard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Inference/Reshard',
+            server_dot_inference__pb2.ReshardRequest.SerializeToString,
+            server_dot_inference__pb2.ReshardResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,11 +46,13 @@ class ModelInfo:
     max_waiting: int
     max_waiting_tokens: int
     prefix_caching: bool
+    mesh: str
 
     @classmethod
-    def of(cls, name: str, model: ModelConfig, scheduler: SchedulerConfig) -> ModelInfo:
+    def of(cls, name: str, model: ModelConfig, scheduler: SchedulerConfig, mesh: str) -> ModelInfo:
         return cls(
             model=name,
+            mesh=mesh,
             num_layers=len(model.layers),
             **{name: getattr(model, name) for name in _MODEL_FIELDS},
             **{name: getattr(scheduler, name) for name in _SCHEDULER_FIELDS},

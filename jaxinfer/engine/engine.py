@@ -351,6 +351,11 @@ class Engine:
 
     # Another mesh.
 
+    @property
+    def mesh(self) -> str:
+        """The mesh it runs on, as `axis=size,...`."""
+        return "tensor=1" if self._started is None else str(self._started.layout.mesh)
+
     def reshard(self, mesh: str, *, progress: Progress | None = None) -> None:
         """Moves the weights to another mesh, from device to device, and goes on there.
 

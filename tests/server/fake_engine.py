@@ -87,6 +87,7 @@ class FakeEngine:
             eos_token_ids=(3, 4),
             bos_token_id=BOS,
         )
+        self.mesh = "tensor=1"
         self.scheduler_config = SchedulerConfig(
             max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200_000, page_size=16, num_pages=100
         )
@@ -176,6 +177,11 @@ class FakeEngine:
         if request.token_ids is not None:
             return list(request.token_ids)
         return self.tokenize(request.text, add_bos=False) if request.text else self.tokenize_chat(request.messages)
+
+    def reshard(self, mesh: str) -> None:
+        if mesh == "tensor=3":
+            raise InvalidArgumentError("mesh", mesh, "1, 2 or 4")
+        self.mesh = mesh
 
     def abort(self, request_id: str) -> bool:
         live = self.live.get(request_id)

@@ -26,9 +26,10 @@ async def serving(
     api_key: str | None = None,
     tls: ServerTls | None = None,
     client_tls: ClientTls | None = None,
+    allow_reshard: bool = False,
 ) -> AsyncIterator[tuple[GrpcServer, AsyncClient]]:
     """With an engine, waits until it is served."""
-    server = GrpcServer(port=0, tls=tls, api_keys=api_keys)
+    server = GrpcServer(port=0, tls=tls, api_keys=api_keys, allow_reshard=allow_reshard)
     await server.start()
     async with AsyncClient(server.address, api_key=api_key, tls=client_tls) as client:
         if engine is not None:

@@ -18,6 +18,7 @@ from jaxinfer.errors import (
     ModelNotFoundError,
     QueueFullError,
     RequestExistsError,
+    UnsupportedError,
 )
 from jaxinfer.types import Delta, Finished, FinishReason, SamplingParams
 from server import inference_pb2 as pb
@@ -158,12 +159,29 @@ def test_tokenize_and_detokenize():
     run(main())
 
 
+def test_reshard():
+    async def main():
+        engine = FakeEngine()
+        async with serving(engine) as (_, client):
+            with pytest.raises(UnsupportedError, match="--allow-reshard"):
+                await client.reshard("tensor=2")
+        async with serving(engine, allow_reshard=True) as (_, client):
+            assert 0 <= await client.reshard("tensor=2") < 5
+            assert (await client.model_info()).mesh == "tensor=2"
+            with pytest.raises(InvalidArgumentError, match=r"mesh = 'tensor=3'.*1, 2 or 4"):
+                await client.reshard("tensor=3")
+            with pytest.raises(InvalidArgumentError, match="axes and sizes"):
+                await client.reshard("/etc/passwd.toml")
+
+    run(main())
+
+
 def test_information():
     async def main():
         engine = FakeEngine()
         async with serving(engine) as (_, client):
             model = await client.model_info()
-            assert model == info.ModelInfo.of("echo", engine.model_config, engine.scheduler_config)
+            assert model == info.ModelInfo.of("echo", engine.model_config, engine.scheduler_config, "tensor=1")
             assert (model.model, model.family, model.num_layers, model.bos_token_id) == ("echo", "fake", 3, BOS)
             assert model.eos_token_ids == (3, 4)
             assert model.max_model_len == 200_000
