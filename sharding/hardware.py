@@ -95,6 +95,12 @@ class Chip:
         """What the links are called."""
         return "ICI" if self.platform == "tpu" else "NVLink"
 
+    @property
+    def ring_bandwidth(self) -> float:
+        """Bytes/s that a device sends around a ring: both links of one torus axis, or all links behind a switch."""
+        axes = 1 if self.topologies is None else next(iter(self.topologies.values())).count("x") + 1
+        return self.link_bandwidth / axes
+
 
 # Shapes that Google offers, and below a host's worth those that the compiler knows.
 _PLANE = {1: "1x1", 2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}

@@ -30,7 +30,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.reference import token_positions
 from sharding.rules import ShardingRules
 
-POOL_AXES = (None, None, "kv_heads", None, None)
+POOL_AXES = (None, None, "kv_heads")  # and of scales; what follows is whole
 
 
 @dataclass(frozen=True)

@@ -225,17 +225,14 @@ def _structures(
     config: EngineConfig, model: ModelConfig, dtype: Any, mesh: MeshConfig, submesh: Mesh
 ) -> list[DecoderStructure]:
     """Of each stage, without any bytes."""
-    L = len(model.layers)
     try:
         partition = Partition.of(model, mesh.rules())
-        if mesh.stage > L:
-            raise MeshError(f"stage={mesh.stage}: the model has {L} layers, and a stage needs one at least")
+        stages = Stage.split(len(model.layers), mesh.stage)
     except MeshError as error:
         raise InvalidArgumentError("mesh", config.mesh, str(error)) from error
-    ends = [L * (number + 1) // mesh.stage for number in range(mesh.stage)]
     return [
         decoder_structure(model, dtype, partition, stage, scan=_scans_layers(config, stage.layers_of(model), submesh))
-        for stage in (Stage(first, end, L) for first, end in zip([0, *ends], ends, strict=False))
+        for stage in stages
     ]
 
 

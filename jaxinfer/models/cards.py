@@ -33,6 +33,10 @@ CARDS = {
     "mistral-7b": _card("mistral", 32000, 4096, 14336, 32, 32, 8, 128, theta=1e4, max_position=32768, window=4096),
     "qwen2-7b": _card("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, **_QWEN2),
     "qwen2-72b": _card("qwen2", 152064, 8192, 29568, 80, 64, 8, 128, **_QWEN2),
+    # Rotates half of each head, which RopeConfig cannot say yet: this is its sizes, and not a model to run.
+    "chatglm3-6b": _card(
+        "chatglm", 65024, 4096, 13696, 28, 32, 2, 128, theta=1e4, attention_bias=True, max_position=8192
+    ),
     "smollm2-135m-instruct": _card(
         "llama", 49152, 576, 1536, 30, 9, 3, 64, theta=1e5, max_position=8192, tie_embeddings=True
     ),

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxinfer.config import LayerSpec, ModelConfig
 from jaxinfer.models.layers import LayerChoice, Part, WeightSpec, apply_rope, linear, rms_norm, rope_tables
 from jaxinfer.models.partition import Partition
-from sharding.rules import ShardingRules
+from sharding.rules import MeshError, ShardingRules
 
 RESIDUAL = ("activation_tokens", "activation_model")  # logical axes of the residual stream
 MANY_ROWS = 32  # from here on the head's matmul gains nothing from another order of operands on CPUs
@@ -34,6 +34,18 @@ class Stage:
     first_layer: int
     end_layer: int
     num_layers: int
+
+    @classmethod
+    def split(cls, num_layers: int, ways: int) -> list[Stage]:
+        """All layers in as many stages, of equal length where that goes.
+
+        Raises:
+          MeshError: more stages than layers.
+        """
+        if ways > num_layers:
+            raise MeshError(f"stage={ways}: the model has {num_layers} layers, and a stage needs one at least")
+        ends = [num_layers * (number + 1) // ways for number in range(ways)]
+        return [cls(first, end, num_layers) for first, end in zip([0, *ends], ends, strict=False)]
 
     @property
     def is_first(self) -> bool:
