@@ -171,26 +171,14 @@ def _load(
 ) -> list[list[tuple[jax.Array, ...]]]:
     """Weights by replica and stage. Each device is sent its own part of every weight, and never more."""
     specs = {path: spec for structure in structures for path, spec in structure.specs.items()}
-
-    def place(path: str, host: np.ndarray) -> list[list[jax.Array | None]]:
-        return [
-            [
-                jax.device_put(host, NamedSharding(mesh, structure.partition.rules.spec(specs[path].axes)))
-                if path in structure.specs
-                else None
-                for structure, mesh in zip(structures, meshes, strict=True)
-            ]
-            for meshes in submeshes
-        ]
-
-    placed = checkpoint.load(specs, place=place, progress=progress)
-    return [
-        [
-            structure.flatten({path: arrays[replica][stage] for path, arrays in placed.items()})
-            for stage, structure in enumerate(structures)
-        ]
-        for replica in range(len(submeshes))
-    ]
+    shardings: dict[str, list[NamedSharding]] = {path: [] for path in specs}
+    for meshes in submeshes:
+        for structure, mesh in zip(structures, meshes, strict=True):
+            for path, spec in structure.specs.items():
+                shardings[path].append(NamedSharding(mesh, structure.partition.rules.spec(spec.axes)))
+    loaded = checkpoint.load_sharded(specs, shardings, progress)
+    next_of = {path: iter(arrays) for path, arrays in loaded.items()}
+    return [[tuple(next(next_of[path]) for path in structure.specs) for structure in structures] for _ in submeshes]
 
 
 def _scheduler_config(
