@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import Sharding
 
-from jaxinfer.checkpoints.placement import Place, Progress, load_weights
+from jaxinfer.checkpoints.placement import Progress, Weights, load_weights
 from jaxinfer.checkpoints.reader import TensorReader, shown
 from jaxinfer.checkpoints.source import Source
 from jaxinfer.config import ModelConfig
@@ -46,31 +47,33 @@ class Checkpoint:
     _reader: TensorReader = field(repr=False)
     _names: NameMap = field(repr=False)
 
-    def load(
-        self,
-        specs: Mapping[str, WeightSpec] | None = None,
-        *,
-        dtype: Any = None,
-        place: Place | None = None,
-        progress: Progress | None = None,
-    ) -> dict[str, Any]:
-        """Loads the weights, by path.
+    def load(self, *, dtype: Any = None) -> dict[str, jax.Array]:
+        """Loads the whole model onto JAX's default device; returns weights by path.
 
         Args:
-          specs: what to load, by path; by default the whole model as one device has it.
-          dtype: of all weights but norms, where there are no `specs`; by default the checkpoint's own.
-          place: puts a host array, given its path, on the devices; by default on JAX's default device.
-          progress, raises: as `load_weights`.
+          dtype: of all weights but norms; by default the checkpoint's own.
+          raises: as `weights`.
         """
-        if specs is None:
-            from jaxinfer.models.decoder import decoder_structure  # brings Flax, which reading a config does not need
+        from jaxinfer.models.decoder import decoder_structure  # brings Flax, which reading a config does not need
 
-            specs = decoder_structure(self.config, self.dtype if dtype is None else dtype).specs
-        return load_weights(self._reader, self._names, specs, place or _put_on_default_device, progress)
+        specs = decoder_structure(self.config, self.dtype if dtype is None else dtype).specs
+        default = jax.device_put(0).sharding
+        loaded = self.load_sharded(specs, {path: [default] for path in specs})
+        return {path: array for path, (array,) in loaded.items()}
 
+    def load_sharded(
+        self,
+        specs: Mapping[str, WeightSpec],
+        shardings: Mapping[str, Sequence[Sharding]],
+        progress: Progress | None = None,
+    ) -> dict[str, list[jax.Array]]:
+        """Loads what `specs` declare straight to its devices: see `load_weights`; raises as `weights`."""
+        with self.weights(specs) as weights:
+            return load_weights(weights, shardings, progress)
 
-def _put_on_default_device(path: str, array: np.ndarray) -> jax.Array:
-    return jax.device_put(array)
+    def weights(self, specs: Mapping[str, WeightSpec]) -> Weights:
+        """The weights that `specs` declare, by path, to be read a slice at a time; raises as `Weights`."""
+        return Weights(self._reader, self._names, specs)
 
 
 def open_checkpoint(source: Source) -> Checkpoint:

@@ -17,7 +17,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from jaxinfer.checkpoints.reader import MappedFile, TensorInfo, check_disjoint, shown
+from jaxinfer.checkpoints.reader import Index, MappedFile, TensorInfo, check_disjoint, shown
 from jaxinfer.errors import CheckpointError, UnsupportedError
 
 _FLOATS = {
@@ -39,8 +39,7 @@ _MAX_VALUES = 1 << 23
 
 class _Place(NamedTuple):
     offset: int
-    row_bytes: int
-    rows: int
+    size: int
 
 
 class GGUFReader:
@@ -72,21 +71,31 @@ class GGUFReader:
             raise CheckpointError(f"{path}: bad GGUF header: {shown(error)}") from error
         check_disjoint(
             path,
-            ((place.offset, place.offset + place.rows * place.row_bytes, name) for name, place in self._places.items()),
+            ((place.offset, place.offset + place.size, name) for name, place in self._places.items()),
         )
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
         info, place = self.tensors[name], self._places[name]
         if info.dtype in _FLOATS:
-            return self._file.array(place.offset, info.shape, _FLOATS[info.dtype])[start:stop]
-        blocks = self._file.array(place.offset, (place.rows, place.row_bytes), np.dtype(np.uint8))[start:stop]
+            return self._file.array(place.offset, info.shape, _FLOATS[info.dtype])[index]
+        kind = GGMLQuantizationType[info.dtype]
+        elements, size = GGML_QUANT_SIZES[kind]
+        outer, columns = info.shape[:-1], info.shape[-1]
+        start, stop, _ = index[len(outer)].indices(columns) if len(index) > len(outer) else (0, columns, 1)
+        first, end = start // elements, -(-stop // elements)  # whole blocks
+        blocks = self._file.array(place.offset, (*outer, columns // elements, size), np.dtype(np.uint8))
+        where: tuple[Any, ...] = (*index[: len(outer)], ..., slice(first, end), slice(None))
+        blocks = blocks[where]
         # As one long row: gguf takes 16 rows at a time, which are too few to keep NumPy out of Python.
-        floats = dequantize(blocks.reshape(1, -1), GGMLQuantizationType[info.dtype])
-        return floats.reshape(len(blocks), *info.shape[1:])
+        floats = dequantize(blocks.reshape(1, -1), kind)
+        return floats.reshape(*blocks.shape[:-2], -1)[..., start - first * elements : stop - first * elements]
+
+    def chunks(self, name: str) -> None:
+        return None
 
     def release(self, name: str) -> None:
         place = self._places[name]
-        self._file.release(place.offset, place.rows * place.row_bytes)
+        self._file.release(place.offset, place.size)
 
     def _read_header(self) -> None:
         cursor = _Cursor(self._file.buffer, offset=4)
@@ -126,7 +135,7 @@ class GGUFReader:
         except ValueError:
             # Newer than the gguf package: named so that it can be refused if the model needs it.
             self.tensors[name] = TensorInfo(shape, f"ggml type {type_number}")
-            self._places[name] = _Place(offset, 0, 0)
+            self._places[name] = _Place(offset, 0)
             return
         block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
         if 0 in shape or not shape or shape[-1] % block_elements:
@@ -134,8 +143,6 @@ class GGUFReader:
                 f"{self.path}: tensor {shown(name)} has shape {list(shape)}, but {ggml_type.name} needs rows of a "
                 f"multiple of {block_elements}, above 0"
             )
-        # A vector is one row for the quantized types, and as many as it has elements for the others.
-        rows = math.prod(shape) if len(shape) == 1 and block_elements == 1 else math.prod(shape[:-1])
         size = math.prod(shape) // block_elements * block_bytes
         if offset + size > self._file.size:
             raise CheckpointError(
@@ -143,7 +150,7 @@ class GGUFReader:
                 f"{self._file.size}"
             )
         self.tensors[name] = TensorInfo(shape, ggml_type.name)
-        self._places[name] = _Place(offset, size // rows, rows)
+        self._places[name] = _Place(offset, size)
 
 
 class _Cursor:

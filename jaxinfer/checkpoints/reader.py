@@ -12,6 +12,8 @@ import numpy as np
 
 from jaxinfer.errors import CheckpointError
 
+type Index = tuple[slice, ...]  # of the first dimensions of an array, each from a start to a stop
+
 
 class TensorInfo(NamedTuple):
     """A tensor as its file describes it; `dtype` is the format's own name for it, for example "BF16" or "Q4_K"."""
@@ -33,8 +35,11 @@ class TensorReader(Protocol):
     tensors: dict[str, TensorInfo]
     dtypes: frozenset[str]
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns rows [start, stop) along axis 0, as floats: a view of the mapped file, or a dequantized copy."""
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """Returns `tensor[index]` as floats: a view of the mapped file, or a copy."""
+
+    def chunks(self, name: str) -> tuple[int, ...] | None:
+        """The shape of the pieces that the file keeps whole; None if a slice of any shape costs no more than itself."""
 
     def release(self, name: str) -> None:
         """Lets the system drop the pages of the tensor from memory; a later read brings them back."""

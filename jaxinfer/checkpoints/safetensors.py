@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxinfer.checkpoints.reader import MappedFile, TensorInfo, check_disjoint, check_regular, shown
+from jaxinfer.checkpoints.reader import Index, MappedFile, TensorInfo, check_disjoint, check_regular, shown
 from jaxinfer.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -60,9 +60,12 @@ class SafetensorsReader:
         else:
             raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}")
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
         info, place = self.tensors[name], self._places[name]
-        return place.file.array(place.offset, info.shape, _DTYPES[info.dtype])[start:stop]
+        return place.file.array(place.offset, info.shape, _DTYPES[info.dtype])[index]
+
+    def chunks(self, name: str) -> None:
+        return None
 
     def release(self, name: str) -> None:
         place = self._places[name]

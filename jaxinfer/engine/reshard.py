@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,48 +52,29 @@ def move_weights(
       weights: every array of each weight, by path; replicas and stages that share a weight have one each.
       old: their declarations.
     """
-    placed = {}
+    placed: dict[str, list[jax.Array]] = {}
     for path, spec in new.specs.items():
         copies = weights.pop(path)
         with expected_compiles():
-            placed[path] = _moved(path, copies[0], old[path], spec, new)
+            placed[path] = _moved(copies[0], old[path], spec, new.homes(path))
         jax.block_until_ready(placed[path])
         for copy in copies:
             copy.delete()
     return new.leaves(placed)
 
 
-def _moved(path: str, weight: jax.Array, old: WeightSpec, new: WeightSpec, layout: Layout) -> Any:
+def _moved(weight: jax.Array, old: WeightSpec, new: WeightSpec, homes: list[NamedSharding]) -> list[jax.Array]:
     if old.shape == new.shape and old.ways == new.ways:
-        return _owned(layout.place(path, weight), weight)
+        return [_owned(jax.device_put(weight, home), weight) for home in homes]
     pieces = _cut(weight, old, new)
-    return [
-        [
-            _joined(
-                tuple(
-                    jax.device_put(piece, NamedSharding(mesh, structure.partition.rules.spec(new.axes)))
-                    for piece in pieces
-                ),
-                new,
-                NamedSharding(mesh, structure.partition.rules.spec(new.axes)),
-            )
-            if path in structure.specs
-            else None
-            for structure, mesh in zip(layout.structures, meshes, strict=True)
-        ]
-        for meshes in layout.submeshes
-    ]
+    return [_joined(tuple(jax.device_put(piece, home) for piece in pieces), new, home) for home in homes]
 
 
-def _owned(placed: Any, weight: jax.Array) -> Any:
+def _owned(moved: jax.Array, weight: jax.Array) -> jax.Array:
     """With memory of its own: where nothing had to move, the new array is the old one's, which is to be deleted."""
     old = {shard.data.unsafe_buffer_pointer() for shard in weight.addressable_shards}
-
-    def own(array: jax.Array) -> jax.Array:
-        shared = any(shard.data.unsafe_buffer_pointer() in old for shard in array.addressable_shards)
-        return jnp.copy(array) if shared else array
-
-    return jax.tree.map(own, placed)
+    shared = any(shard.data.unsafe_buffer_pointer() in old for shard in moved.addressable_shards)
+    return jnp.copy(moved) if shared else moved
 
 
 @partial(jax.jit, static_argnames=("old", "new"))

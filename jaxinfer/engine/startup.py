@@ -64,26 +64,21 @@ class Layout:
         """Of every weight, by path."""
         return {path: spec for structure in self.structures for path, spec in structure.specs.items()}
 
-    def place(self, path: str, array: np.ndarray | jax.Array) -> list[list[jax.Array | None]]:
-        """A weight in this layout's shape to its devices, by replica and stage: each is sent its own part, no more."""
+    def homes(self, path: str) -> list[NamedSharding]:
+        """Where a weight lies: one for each replica, and for each stage that has it."""
         return [
-            [
-                jax.device_put(array, NamedSharding(mesh, structure.partition.rules.spec(structure.specs[path].axes)))
-                if path in structure.specs
-                else None
-                for structure, mesh in zip(self.structures, meshes, strict=True)
-            ]
+            NamedSharding(mesh, structure.partition.rules.spec(structure.specs[path].axes))
             for meshes in self.submeshes
+            for structure, mesh in zip(self.structures, meshes, strict=True)
+            if path in structure.specs
         ]
 
-    def leaves(self, placed: Mapping[str, list[list[jax.Array | None]]]) -> list[list[tuple[jax.Array, ...]]]:
-        """What `place` gave for every weight, by path -> leaves by replica and stage."""
+    def leaves(self, weights: Mapping[str, Sequence[jax.Array]]) -> list[list[tuple[jax.Array, ...]]]:
+        """Arrays of each weight, in order of `homes` -> leaves by replica and stage."""
+        next_of = {path: iter(arrays) for path, arrays in weights.items()}
         return [
-            [
-                tuple(placed[path][replica][stage] for path in structure.specs)  # type: ignore[misc]
-                for stage, structure in enumerate(self.structures)
-            ]
-            for replica in range(len(self.submeshes))
+            [tuple(next(next_of[path]) for path in structure.specs) for structure in self.structures]
+            for _ in self.submeshes
         ]
 
 
@@ -130,7 +125,8 @@ def start_up(config: EngineConfig, *, cache_dir: Path, offline: bool, progress: 
         # Programs are made from declarations, so they need not wait for the weights.
         programs = compile_programs(layout, model, dtype, executables, threads, report)
         load = lambda done, all_: report("load", done, all_)
-        leaves = layout.leaves(checkpoint.load(layout.specs, place=layout.place, progress=load))
+        homes = {path: layout.homes(path) for path in layout.specs}
+        leaves = layout.leaves(checkpoint.load_sharded(layout.specs, homes, load))
         clock.lap("load")
         runners = tuple(Runner(made, each) for made, each in zip(programs(), leaves, strict=True))
         for runner in runners:

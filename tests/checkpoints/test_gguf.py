@@ -119,7 +119,7 @@ def test_rows_are_read_alone(tmp_path):
     held = write_gguf(tmp_path / "tiny.gguf", VARIANTS["blocks"], "Q4_1")
     reader = GGUFReader(tmp_path / "tiny.gguf")
     expected = held["model.layers.0.mlp.down_proj.weight"]
-    np.testing.assert_array_equal(reader.read("blk.0.ffn_down.weight", 3, 7), expected[3:7])
+    np.testing.assert_array_equal(reader.read("blk.0.ffn_down.weight", (slice(3, 7),)), expected[3:7])
     reader.release("blk.0.ffn_down.weight")
     np.testing.assert_array_equal(reader.read("blk.0.ffn_down.weight"), expected)
 

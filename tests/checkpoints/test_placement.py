@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_checkpoints import Tiny, write_gguf, write_hf_folder
 
-from jaxinfer.checkpoints.placement import load_weights
+from jaxinfer.checkpoints.placement import Weights, load_weights
 from jaxinfer.checkpoints.reader import TensorInfo
 from jaxinfer.errors import CheckpointError, UnsupportedError
 from jaxinfer.models.family import NameMap, Target
@@ -38,6 +38,7 @@ NAMES = NameMap(
 class FakeReader:
     path = Path("fake")
     dtypes = frozenset({"F32"})
+    chunked = None
 
     def __init__(self, **changes):
         rng = np.random.default_rng(0)
@@ -49,21 +50,28 @@ class FakeReader:
             del self.tensors[name]
         self.reads, self.released = [], []
 
-    def read(self, name, start=0, stop=None):
+    def read(self, name, index=()):
         self.reads.append(name)
-        return self.arrays[name][start:stop]
+        return self.arrays[name][index]
+
+    def chunks(self, name):
+        return self.chunked
 
     def release(self, name):
         self.released.append(name)
 
 
-def place(path, array):
-    return jax.device_put(array)
+def load(reader, progress=None):
+    """Onto one device."""
+    with Weights(reader, NAMES, SPECS) as weights:
+        default = jax.device_put(0).sharding
+        loaded = load_weights(weights, {path: [default] for path in SPECS}, progress)
+    return {path: array for path, (array,) in loaded.items()}
 
 
 def test_parts_go_to_their_rows_in_the_dtype_asked_for():
     reader = FakeReader(may__be=TensorInfo((99,), "I64"))
-    weights = load_weights(reader, NAMES, SPECS, place)
+    weights = load(reader)
     assert {path: (w.shape, w.dtype) for path, w in weights.items()} == {
         path: (spec.shape, spec.dtype) for path, spec in SPECS.items()
     }
@@ -78,11 +86,44 @@ def test_parts_go_to_their_rows_in_the_dtype_asked_for():
 
 
 def test_many_blocks_make_the_same_weight(monkeypatch):
-    whole = load_weights(FakeReader(), NAMES, SPECS, place)
+    whole = load(FakeReader())
     monkeypatch.setattr("jaxinfer.checkpoints.placement._BLOCK_ELEMENTS", 1)
-    in_blocks = load_weights(FakeReader(), NAMES, SPECS, place)
+    in_blocks = load(FakeReader())
     for path in SPECS:
         np.testing.assert_array_equal(whole[path], in_blocks[path])
+
+
+# As four shards have it: one KV head for two of them, and rows and columns that are padding.
+SHARDED = {
+    "qkv": WeightSpec(
+        *((24, 4), jnp.float32, (None, None)), (Part("q", 8), Part("k", 4, 2), Part("v", 4, 2)), 4, (16, 4)
+    ),
+    "whole": WeightSpec((8, 6), jnp.float32, (None, None), (), 1, (6, 4)),
+}
+
+
+@pytest.mark.parametrize("chunked", [None, (3, 3), (2, 5), (100, 1)])
+def test_any_slice_of_a_weight_is_read_by_itself(chunked):
+    reader = FakeReader()
+    names = NameMap({name: Target(to.path, to.part) for name, to in NAMES.targets.items() if name != "the.norm"})
+    del reader.tensors["the.norm"]
+    q, k, v, unpadded = (reader.arrays[f"the.{name}"] for name in ("q", "k", "v", "whole"))
+    padded = np.zeros((8, 6), np.float32)
+    padded[:6, :4] = unpadded
+    pairs = [slice(2 * i, 2 * i + 2) for i in range(4)]
+    wholes = {
+        "qkv": np.concatenate([part for i in range(4) for part in (q[pairs[i]], k[pairs[i // 2]], v[pairs[i // 2]])]),
+        "whole": padded,
+    }
+    reader.chunked = chunked
+    rng = np.random.default_rng(1)
+    with Weights(reader, names, SHARDED) as weights:
+        for path, whole in wholes.items():
+            for _ in range(50):
+                starts = [int(rng.integers(0, size)) for size in whole.shape]
+                ends = [int(rng.integers(start + 1, size + 1)) for start, size in zip(starts, whole.shape, strict=True)]
+                index = tuple(map(slice, starts, ends))
+                np.testing.assert_array_equal(weights.read(path, index), whole[index])
 
 
 @pytest.mark.parametrize(
@@ -99,14 +140,14 @@ def test_many_blocks_make_the_same_weight(monkeypatch):
 def test_a_misfit_names_tensor_and_shapes_before_any_byte_is_read(changes, said):
     reader = FakeReader(**changes)
     with pytest.raises(CheckpointError, match=said):
-        load_weights(reader, NAMES, SPECS, place)
+        load(reader)
     assert not reader.reads
 
 
 def test_an_unreadable_dtype_is_named_before_any_byte_is_read():
     reader = FakeReader(the__q=TensorInfo((8, 4), "F8_E4M3"))
     with pytest.raises(UnsupportedError, match=r"the\.q is F8_E4M3; readable: F32"):
-        load_weights(reader, NAMES, SPECS, place)
+        load(reader)
     assert not reader.reads
 
 
@@ -114,12 +155,12 @@ def test_an_error_while_reading_comes_out():
     reader = FakeReader()
     del reader.arrays["the.k"]
     with pytest.raises(KeyError):
-        load_weights(reader, NAMES, SPECS, place)
+        load(reader)
 
 
 def test_progress_ends_at_the_bytes_of_the_weights():
     seen = []
-    weights = load_weights(FakeReader(), NAMES, SPECS, place, lambda done, total: seen.append((done, total)))
+    weights = load(FakeReader(), lambda done, total: seen.append((done, total)))
     total = sum(weight.nbytes for weight in weights.values())
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (total, total)
