@@ -20,7 +20,7 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu
 from pretended import described
 from test_paged_attention import LAYER, TOLERANCE, Case, Shape, random_case
 
-from pallas_kernels.dispatch import Device
+from pallas_kernels.dispatch import Device, KernelError
 from pallas_kernels.paged_attention import gpu, pool_spec, reference
 from pallas_kernels.paged_attention.layout import PageLayout, values_of
 
@@ -59,16 +59,17 @@ def hopper(monkeypatch):
         reset_gpu_interpret_mode_state()
 
 
-@partial(jax.jit, static_argnames=("function", "window", "soft_cap"))
-def attend(function, case: Case, layer=LAYER, window=None, soft_cap=None):
+@partial(jax.jit, static_argnames=("function", "window", "soft_cap", "blocks"))
+def attend(function, case: Case, layer=LAYER, window=None, soft_cap=None, blocks=None):
     layout = PageLayout.of(case.pool, case.k.shape[1], case.k.shape[2])
     rows = layout.rows(case.k, case.v, values_of(case.pool).dtype)
     options = {"scale": 0.3, "window": window, "soft_cap": soft_cap}
+    options |= {} if blocks is None else {"blocks": blocks}
     return function(case.q, rows, case.pool, layout, layer, *case[4:], **options)
 
 
-def assert_equals_reference(case: Case, window=None, soft_cap=None) -> None:
-    pool, out = attend(gpu.paged_attention, case, window=window, soft_cap=soft_cap)
+def assert_equals_reference(case: Case, window=None, soft_cap=None, blocks=None) -> None:
+    pool, out = attend(gpu.paged_attention, case, window=window, soft_cap=soft_cap, blocks=blocks)
     want_pool, want = attend(reference.paged_attention, case, window=window, soft_cap=soft_cap)
     for leaf, want_leaf in zip(jax.tree.leaves(pool), jax.tree.leaves(want_pool), strict=True):
         np.testing.assert_array_equal(np.asarray(leaf, np.float32), np.asarray(want_leaf, np.float32))
@@ -185,12 +186,28 @@ def test_workers_share_each_block_of_decodes_once(lens, window, workers, K):
 @pytest.mark.parametrize("dtype", [bf16, int8, fp8])
 def test_shared_memory_has_room_for_two_blocks_in_flight(head_dim, dtype):
     pool = pool_spec(1, 1, 16, 1, head_dim, dtype, HOPPER)
-    groups = 1 if head_dim == 256 else 2
-    for config in (
-        gpu._Config(1, groups, 1, 16, 64, gpu.DECODE_BLOCK, 0, 2, merged=True),
-        gpu._Config(1, 1, 2, 64, 4, gpu._prefill_block(head_dim), 0, 1, merged=False),
-    ):
-        assert gpu._with_stages(config, pool).stages >= 2
+    gpu.check_blocks(gpu.blocks_for("no such chip", pool, 4), pool, 4)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "head_dim", "message"),
+    [
+        (gpu.Blocks(64, 128, 3), 64, "registers are enough for 1 or 2 workers"),
+        (gpu.Blocks(32, 128, 1), 64, "a decode block is of 64 or 128"),
+        (gpu.Blocks(64, 192, 1), 64, "a prefill block is of 64 or 128"),
+        (gpu.Blocks(64, 128, 1), 256, "with heads of 256 registers hold prefill blocks of 64"),
+        (gpu.Blocks(128, 128, 2), 128, "shared memory holds less than 2 decode blocks"),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused_by_name(blocks, head_dim, message):
+    case = make(0, [(3, 1)], Shape(16, 1, 1, head_dim, bf16))
+    with pytest.raises(KernelError, match=message):
+        attend(gpu.paged_attention, case, blocks=blocks)
+
+
+def test_other_blocks_give_the_same():
+    case = make(6, [(190, 1), (7, 1), (130, 20)], Shape(128, 1, 3, 64, bf16))
+    assert_equals_reference(case, window=100, blocks=gpu.Blocks(128, 64, 1))
 
 
 @pytest.mark.parametrize(
