@@ -33,13 +33,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import Device, current_device
+from pallas_kernels.dispatch import Device, KernelError, current_device
 from pallas_kernels.paged_attention.layout import KV, QUANTIZED, PageLayout, QuantizedKV, values_of
 from pallas_kernels.paged_attention.reference import token_positions, write_pages
+from pallas_kernels.tuning import tuned_block
 
 TILE_ROWS = 64  # of a wgmma tile
 PREFILL_ROWS = 2 * TILE_ROWS  # of a tile of query tokens, for two consumers
-DECODE_BLOCK = 64  # cache positions of a block
 CHUNK = 32  # float32 columns of a partial output that go through shared memory at a time
 MERGE_COLUMNS = 64  # of a thread block that joins partial outputs
 LOWEST = -1e30  # below any score, yet finite: the difference of two is never NaN
@@ -50,6 +50,19 @@ SHARED_MEMORY = 220 * 1024  # bytes for tiles and rings; the rest of Hopper's 22
 # Registers of a thread after the warpgroups' exchange, by number of warpgroups: producer, consumer.
 REGISTERS = {3: (24, 240), 4: (40, 216)}
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+
+class Blocks(NamedTuple):
+    """Sizes that change speed alone; `check_blocks` says which can be.
+
+    Attributes:
+      decode, prefill: cache positions of a block, for single query tokens and for tiles.
+      workers: decoding ones of a thread block, of which a multiprocessor runs one at a time.
+    """
+
+    decode: int
+    prefill: int
+    workers: int
 
 
 class TensorCores:
@@ -164,18 +177,54 @@ def refusal(device: Device, layout: PageLayout, q_dtype: Any, pool: KV, num_grou
     return None
 
 
+def shape_key(pool: KV, group: int) -> dict[str, Any]:
+    """What block sizes are tuned for. The number of KV heads is not: a step's work is shared out whatever they are."""
+    (_, _, _, page_size, H), dtype = values_of(pool).shape, values_of(pool).dtype
+    return {"head_dim": H, "page_size": page_size, "group": group, "kv": jnp.dtype(dtype).name}
+
+
+def blocks_for(kind: str, pool: KV, group: int) -> Blocks:
+    """The blocks tuned for this kind of chip and shape; else a guess: as much as shared memory and registers hold."""
+    if (tuned := tuned_block("paged_attention", kind, shape_key(pool, group))) is not None:
+        return Blocks(**tuned)
+    # Two workers overlap one's softmax with the other's products.
+    return Blocks(64, 64, 1) if values_of(pool).shape[4] == 256 else Blocks(64, 128, 2)
+
+
+def check_blocks(blocks: Blocks, pool: KV, group: int) -> None:
+    """Refuses blocks that cannot be.
+
+    Raises:
+      KernelError: says which, and why.
+    """
+    H = values_of(pool).shape[4]
+    if blocks.workers not in (1, 2):
+        raise KernelError(f"paged_attention: {blocks}; registers are enough for 1 or 2 workers")
+    for name, config in (
+        ("decode", _decode_config(blocks, pool, group, 1)),
+        ("prefill", _prefill_config(blocks, pool, group)),
+    ):
+        if config.block not in (64, 128):  # tiles of wgmma, in which values are cleared and widened
+            raise KernelError(f"paged_attention: {blocks}; a {name} block is of 64 or 128 positions")
+        if config.block > 64 and H > 128:  # a thread holds C / 2 scores, as many weights and H / 2 sums
+            raise KernelError(f"paged_attention: {blocks}; with heads of {H} registers hold {name} blocks of 64 only")
+        if config.stages < 2:
+            raise KernelError(f"paged_attention: {blocks}; shared memory holds less than 2 {name} blocks in flight")
+
+
 def transferred_bytes(
     pool: KV, layout: PageLayout, num_heads: int, query_lens: Sequence[int], kv_lens: Sequence[int], window: int | None
 ) -> int:
     """Bytes of the pool that a call moves from and to main memory, by the kernels' own walk."""
     page_size = values_of(pool).shape[3]
     row = sum(math.prod(leaf.shape[2:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool)) // page_size
-    step, tile = _tile_tokens(num_heads // layout.num_kv_heads)
+    group = num_heads // layout.num_kv_heads
+    blocks, (step, tile) = blocks_for(current_device().kind, pool, group), _tile_tokens(group)
     total = start = 0
     for query_len, kv_len in zip(query_lens, kv_lens, strict=True):
         end = start + query_len
         decodes = query_len == 1
-        copied = min(page_size, DECODE_BLOCK if decodes else _prefill_block(layout.head_dim))
+        copied = min(page_size, blocks.decode if decodes else blocks.prefill)
         for begin in range(start if decodes else start // step * step, end, tile):
             position, past = kv_len - end + max(begin, start), kv_len - end + min(begin + tile, end)
             low = 0 if window is None else max(position + 1 - window, 0)
@@ -199,9 +248,16 @@ def paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    blocks: Blocks | None = None,
 ) -> tuple[KV, jax.Array]:
-    """See `reference.paged_attention`; `refusal` says what it cannot serve."""
-    kind = current_device().kind
+    """See `reference.paged_attention`; `refusal` says what it cannot serve. Blocks of one's own are for tuning.
+
+    Raises:
+      KernelError: the blocks do not fit the chip.
+    """
+    kind, group = current_device().kind, q_TNH.shape[1] // layout.num_kv_heads
+    blocks = blocks or blocks_for(kind, pool, group)
+    check_blocks(blocks, pool, group)
     multiprocessors = next((MULTIPROCESSORS[word] for word in kind.split() if word in MULTIPROCESSORS), 132)
     # With the layer an array, unrolled layers share one trace.
     return _layer_attention(
@@ -215,11 +271,12 @@ def paged_attention(
         query_starts_S1,
         num_seqs,
         _Scores(scale, window, soft_cap),
+        blocks,
         multiprocessors,
     )
 
 
-@partial(jax.jit, static_argnames=("layout", "scores", "multiprocessors"))
+@partial(jax.jit, static_argnames=("layout", "scores", "blocks", "multiprocessors"))
 def _layer_attention(
     q_TNH,
     rows,
@@ -231,6 +288,7 @@ def _layer_attention(
     query_starts_S1,
     num_seqs,
     scores: _Scores,
+    blocks: Blocks,
     multiprocessors: int,
 ):
     T, N, H = q_TNH.shape
@@ -241,24 +299,32 @@ def _layer_attention(
     q_TKGH = q_TNH.reshape(T, K, N // K, H)
     query_lens_S = jnp.where(jnp.arange(S) < num_seqs, query_starts_S1[1:] - query_starts_S1[:-1], 0)
     attend = partial(_attend, pool=pool, layer=layer, page_table_SM=page_table_SM, scores=scores)
-    out_SKGH = _decode(q_TKGH, attend, kv_lens_S, query_lens_S, query_starts_S1, pool, scores, multiprocessors)
+    decode = _decode_config(blocks, pool, N // K, multiprocessors)
+    out_SKGH = _decode(q_TKGH, attend, kv_lens_S, query_lens_S, query_starts_S1, decode, scores)
     out_TKGH = out_SKGH[sequence_T]
     if T > 1:  # one token is no prefill
-        prefill_TKGH = _prefill(q_TKGH, attend, kv_lens_S, query_lens_S, query_starts_S1, sequence_T, pool, scores)
+        prefill = _prefill_config(blocks, pool, N // K)
+        prefill_TKGH = _prefill(q_TKGH, attend, kv_lens_S, query_lens_S, query_starts_S1, sequence_T, prefill, scores)
         out_TKGH = jnp.where((query_lens_S[sequence_T] == 1)[:, None, None, None], out_TKGH, prefill_TKGH)
     # Other rows were never written, and may be NaN.
     return pool, jnp.where(valid_T[:, None, None, None], out_TKGH, 0).reshape(T, N, H)
 
 
-def _decode(q_TKGH, attend, kv_lens_S, query_lens_S, query_starts_S1, pool: KV, scores: _Scores, multiprocessors: int):
+def _decode_config(blocks: Blocks, pool: KV, G: int, multiprocessors: int) -> _Config:
+    rows = 8 if G <= 8 else 16
+    workers = multiprocessors * blocks.workers
+    return _with_stages(_Config(workers, blocks.workers, 1, rows, TILE_ROWS, blocks.decode, 0, 2, merged=True), pool)
+
+
+def _prefill_config(blocks: Blocks, pool: KV, G: int) -> _Config:
+    """Less the number of workers, of which each tile of the step has one."""
+    return _with_stages(_Config(0, 1, 2, TILE_ROWS, G, blocks.prefill, 0, 1, merged=False), pool)
+
+
+def _decode(q_TKGH, attend, kv_lens_S, query_lens_S, query_starts_S1, config: _Config, scores: _Scores):
     """Outputs [S, K, G, H] of sequences with one query token; others' are anything."""
     T, K, G, H = q_TKGH.shape
     S = kv_lens_S.shape[0]
-    groups = 1 if H == 256 else 2  # two overlap one's softmax with the other's products; heads of 256 leave no room
-    config = _with_stages(
-        _Config(multiprocessors * groups, groups, 1, 8 if G <= 8 else 16, TILE_ROWS, DECODE_BLOCK, 0, 2, merged=True),
-        pool,
-    )
     segments, first_U1 = _decode_segments(kv_lens_S, query_lens_S, K, config, scores)
     q_SKRH = jnp.pad(q_TKGH[jnp.minimum(query_starts_S1[:-1], T - 1)], ((0, 0), (0, 0), (0, config.rows - G), (0, 0)))
     q_KRH = q_SKRH.swapaxes(0, 1).reshape(K, S * config.rows, H)
@@ -312,25 +378,22 @@ def _tile_tokens(G: int) -> tuple[int, int]:
     return step, PREFILL_ROWS // G // step * step
 
 
-def _prefill_block(H: int) -> int:
-    return 64 if H == 256 else 128  # the float32 sums of wider heads leave registers for no more
-
-
-def _prefill(q_TKGH, attend, kv_lens_S, query_lens_S, query_starts_S1, sequence_T, pool: KV, scores: _Scores):
+def _prefill(q_TKGH, attend, kv_lens_S, query_lens_S, query_starts_S1, sequence_T, config: _Config, scores: _Scores):
     """Outputs [T, K, G, H] of sequences with more than one query token; others' are anything."""
     T, K, G, H = q_TKGH.shape
     S = kv_lens_S.shape[0]
     R = PREFILL_ROWS
     step, tokens = _tile_tokens(G)
     Y = (T + min(S, T // 2) * (step + tokens - 2)) // tokens  # the most tiles that T tokens can make
-    config = _with_stages(_Config(Y * K, 1, 2, TILE_ROWS, G, _prefill_block(H), 0, 1, merged=False), pool)
+    config = config._replace(workers=Y * K)
     aligned_S = query_starts_S1[:-1] // step * step
     tiles_S = jnp.where(query_lens_S > 1, -(-(query_starts_S1[1:] - aligned_S) // tokens), 0)
     ends_S = jnp.cumsum(tiles_S)
     segments = _prefill_segments(
         kv_lens_S, query_starts_S1, aligned_S, tiles_S, ends_S, (Y, K, G, tokens), config, scores
     )
-    q_KRH = jnp.pad(q_TKGH.swapaxes(0, 1).reshape(K, T * G, H), ((0, 0), (0, R), (0, 0)))  # the last tile reads on
+    # The last tile reads on; TMA wants rows in eights.
+    q_KRH = jnp.pad(q_TKGH.swapaxes(0, 1).reshape(K, T * G, H), ((0, 0), (0, R + -T * G % 8), (0, 0)))
     (out,) = attend(q_KRH, segments, config, (jax.ShapeDtypeStruct((Y * K, R, H), q_TKGH.dtype),))
     within_T = jnp.arange(T) - aligned_S[sequence_T]
     tile_T = jnp.clip((ends_S - tiles_S)[sequence_T] + within_T // tokens, 0, Y - 1)
