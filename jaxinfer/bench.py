@@ -17,7 +17,7 @@ import numpy as np
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.runner import StepBuffers
 from jaxinfer.errors import JaxinferError
-from jaxinfer.types import Delta, Event, Failed, Request, SamplingParams
+from jaxinfer.types import Delta, EngineStats, Event, Failed, Request, SamplingParams
 
 
 @dataclass
@@ -47,24 +47,25 @@ def throughput(
 
     Returns:
       Figures by name: `output_tokens_per_s`, `replay_tokens_per_s`, `engine_efficiency` (the first over the second),
-      `ttft_ms` and `itl_ms` (p50 and p99 over all requests and rounds), `host_ms_per_step`, `compiles_after_warmup`.
+      `ttft_ms` and `itl_ms` (p50 and p99 over all requests and rounds), `host_ms_per_step`, `compiles_after_warmup`;
+      of a pipeline also `bubble`, the share of its stages' time in the replay that none of their programs fills.
     """
     rng = np.random.default_rng(seed)
     vocab, output_tokens = engine.model_config.vocab_size, num_prompts * output_len
-    engine_s, replay_s, ttft, itl, steps, host = [], [], [], [], [], []
+    engine_s, replay_s, ttft, itl, steps, host, bubbles = [], [], [], [], [], [], []
     for round_number in range(rounds + 1):
         # New prompts each round: a prefix hit would spare the prefill.
         prompts = rng.integers(0, vocab, (num_prompts, input_len)).tolist()
-        before = _on_loop(engine, engine.stats)
-        recorded: list[StepBuffers] = []
-        engine.runners[0].recorded = recorded
+        before = _stats(engine)
+        recorded: list[list[StepBuffers]] = [[] for _ in engine.runners]
+        _record(engine, recorded)
         try:
             times, seconds = _run(engine, prompts, output_len, f"bench-{round_number}")
         finally:
-            engine.runners[0].recorded = None
-        after = _on_loop(engine, engine.stats)
+            _record(engine, [None] * len(recorded))
+        after = _stats(engine)
         begun = time.perf_counter()
-        _on_loop(engine, partial(engine.runners[0].replay, recorded))
+        _on_loops(engine, [partial(r.replay, each) for r, each in zip(engine.runners, recorded, strict=True)])
         replayed = time.perf_counter() - begun
         if on_progress is not None:
             on_progress(round_number, rounds)
@@ -72,6 +73,11 @@ def throughput(
             continue
         engine_s.append(seconds)
         replay_s.append(replayed)
+        if (stages := engine.runners[0].num_stages) > 1:
+            busy = _on_loops(
+                engine, [partial(r.stage_seconds, each) for r, each in zip(engine.runners, recorded, strict=True)]
+            )
+            bubbles.append(1 - sum(map(sum, busy)) / (stages * len(busy) * replayed))
         ttft += [1e3 * (t.tokens[0] - t.submitted) for t in times]
         itl += [1e3 * (b - a) for t in times for a, b in zip(t.tokens, t.tokens[1:], strict=False)]
         steps.append(after.steps_total - before.steps_total)
@@ -81,6 +87,7 @@ def throughput(
     rate, bare = output_tokens / statistics.median(engine_s), output_tokens / statistics.median(replay_s)
     return {
         "model": engine.model_name,
+        "mesh": engine.mesh,
         "num_prompts": num_prompts,
         "input_len": input_len,
         "output_len": output_len,
@@ -94,6 +101,7 @@ def throughput(
         "itl_ms": _percentiles(itl),
         "steps": int(statistics.median(steps)),
         "host_ms_per_step": round(statistics.median(host), 3),
+        **({"bubble": round(statistics.median(bubbles), 4)} if bubbles else {}),
         "compiles_after_warmup": engine.stats().compiles_after_warmup,
         "device": jax.devices()[0].device_kind,
         "dtype": str(engine.runners[0].pools[0].dtype),
@@ -142,19 +150,31 @@ def _run(engine: Engine, prompts: Sequence[list[int]], output_len: int, name: st
     return times, seconds
 
 
-def _on_loop[T](engine: Engine, function: Callable[[], T]) -> T:
-    """Runs a function on the engine's own thread, between steps: there all of the last step has been counted, and a
-    replay meets the conditions that the engine meets."""
-    result: Future[T] = Future()
+def _stats(engine: Engine) -> EngineStats:
+    """With all of the last steps counted."""
+    _on_loops(engine, [lambda: None for _ in engine.runners])
+    return engine.stats()
 
-    def call() -> None:
+
+def _record(engine: Engine, recorded: Sequence[list[StepBuffers] | None]) -> None:
+    for runner, steps in zip(engine.runners, recorded, strict=True):
+        runner.recorded = steps
+
+
+def _on_loops[T](engine: Engine, functions: Sequence[Callable[[], T]]) -> list[T]:
+    """Runs a function for each replica on its engine's own thread, at once and between steps: there all of the last
+    step has been counted, and a replay meets the conditions that the engine meets."""
+    results: list[Future[T]] = [Future() for _ in functions]
+
+    def call(function: Callable[[], T], result: Future[T]) -> None:
         try:
             result.set_result(function())
         except BaseException as error:
             result.set_exception(error)
 
-    engine.call(call)
-    return result.result()
+    for replica, (function, result) in enumerate(zip(functions, results, strict=True)):
+        engine.call(partial(call, function, result), replica)
+    return [result.result() for result in results]
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:

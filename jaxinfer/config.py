@@ -129,6 +129,7 @@ class EngineConfig:
       dtype: of weights and cache: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
       mesh: mesh axes and sizes, as "data=2,stage=2,tensor=4", or a TOML file that also has a rules table (see
         `sharding.mesh`); None is one device.
+      micro_batches: parts of each step where the mesh has stages; None is as many as there are stages.
       quantize: weights at fewer bits; none yet.
       max_model_len: longest sequence, prompt and output together; None is the model's own limit.
       max_num_seqs: most sequences that run at once in a replica.
@@ -147,6 +148,7 @@ class EngineConfig:
     model: str = "smollm2-135m-instruct"
     dtype: str = "auto"
     mesh: str | None = None
+    micro_batches: int | None = None
     quantize: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -165,7 +167,7 @@ class EngineConfig:
             **{"max_num_seqs": 1, "max_num_batched_tokens": 1, "page_size": 1, "max_waiting": 1},
             "max_waiting_tokens": 1,
         }
-        for name, low in {**least, "max_model_len": 2, "kv_cache_bytes": 1}.items():
+        for name, low in {**least, "max_model_len": 2, "kv_cache_bytes": 1, "micro_batches": 1}.items():
             value = getattr(self, name)
             if value is None and name not in least:
                 continue

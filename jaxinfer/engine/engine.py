@@ -389,7 +389,7 @@ class Engine:
                 weights = weights_by_path(self.runners, started.layout.structures)
                 self.runners = ()  # with which the old pages go
                 leaves = move_weights(weights, started.layout.specs, layout)
-                self.runners = tuple(Runner(*both) for both in zip(programs, leaves, strict=True))
+                self.runners = tuple(Runner(*both, config.micro_batches) for both in zip(programs, leaves, strict=True))
                 for runner in self.runners:
                     runner.warm_up()
                 self.scheduler_config = layout.scheduler

@@ -52,18 +52,20 @@ class StepBuffers(NamedTuple):
 class Runner:
     """Owns weights and device state; runs plans in the order given. Used by one thread.
 
-    With several stages a step is split into as many micro-batches, so that a stage works on one while the next works on
-    the one before; dispatch waits for none of them.
+    With several stages a step is split into micro-batches, so that a stage works on one while the next works on the one
+    before; dispatch waits for none of them.
 
     Args:
+      micro_batches: of a step; None is as many as there are stages.
       leaves: of each stage its weights, in the order of `DecoderStructure.specs`, on their devices.
 
     Attributes:
       recorded: where the inputs of steps are kept, when it is a list.
     """
 
-    def __init__(self, programs: Programs, leaves: Sequence[tuple[jax.Array, ...]]):
+    def __init__(self, programs: Programs, leaves: Sequence[tuple[jax.Array, ...]], micro_batches: int | None = None):
         self._programs, self.leaves = programs, tuple(leaves)
+        self._micro_batches = len(programs.stages) if micro_batches is None else micro_batches
         self.pools: list[jax.Array]
         self._last_tokens: jax.Array
         self._rules: SlotRules
@@ -108,7 +110,7 @@ class Runner:
         Raises:
           NotCompiledError: no program holds as many tokens (counted as an engine bug).
         """
-        micro = [(part, which, self._buffers(part)) for part, which in split_plan(plan, self.num_stages)]
+        micro = [(part, which, self._buffers(part)) for part, which in split_plan(plan, self._micro_batches)]
         if len(plan.page_copies):
             self._copy_pages(plan.page_copies)
         for entry in plan.entries:

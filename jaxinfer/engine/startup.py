@@ -128,7 +128,7 @@ def start_up(config: EngineConfig, *, cache_dir: Path, offline: bool, progress: 
         homes = {path: layout.homes(path) for path in layout.specs}
         leaves = layout.leaves(checkpoint.load_sharded(layout.specs, homes, load))
         clock.lap("load")
-        runners = tuple(Runner(made, each) for made, each in zip(programs(), leaves, strict=True))
+        runners = tuple(Runner(made, each, config.micro_batches) for made, each in zip(programs(), leaves, strict=True))
         for runner in runners:
             runner.warm_up()
         clock.lap("warm-up")

@@ -54,7 +54,7 @@ def test_candidates_trace_or_say_what_they_break(op, device):
 
 
 @pytest.mark.slow
-@compilers.each_environment
+@compilers.newest_environment
 @pytest.mark.parametrize(
     ("chip", "op"), [("v6e", "paged_attention"), ("h200", "paged_attention"), ("h200", "quantized_matmul")]
 )
