@@ -55,7 +55,7 @@ def main() -> None:
                 output_len=args.output_len,
                 rounds=args.rounds,
             )
-        rows.append({"mesh": name or "one device", **figures})
+        rows.append({**figures, "mesh": name or "one device"})
         if not args.json:
             plain = rows[0]["output_tokens_per_s"]
             bubble = f", bubble {figures['bubble']:.2f}" if "bubble" in figures else ""

@@ -178,5 +178,31 @@ def test_a_rules_table_changes_no_token(folder, cache_dir, expected, tmp_path, r
         check_same(ask(engine), expected)
 
 
+def smollm2_tokens(cache_dir: Path, mesh: str | None) -> list[list[int]]:
+    config = EngineConfig(
+        dtype="float32", mesh=mesh, max_num_seqs=4, max_num_batched_tokens=8, page_size=16, max_model_len=128
+    )
+    answers = []
+    with Engine.start(config, cache_dir=cache_dir) as engine:
+        for text in (
+            "The capital of France is",
+            "Once upon a time, there was a",
+            "def fibonacci(n):",
+            "Water boils at",
+        ):
+            answers.append(Answer(text))
+            params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+            engine.submit(Request(request_id=text, params=params, text=text), answers[-1].sink)
+        return [answer.tokens for answer in answers]
+
+
+@pytest.mark.slow
+def test_smollm2_by_three(cache_dir: Path):
+    """Nine heads of three KV heads, and thirty layers."""
+    expected = smollm2_tokens(cache_dir, None)
+    for mesh in ("tensor=3", "stage=3", "data=2"):
+        assert smollm2_tokens(cache_dir, mesh) == expected, mesh
+
+
 def test_there_are_eight_devices():
     assert len(jax.devices()) == 8
