@@ -44,7 +44,13 @@ _API_KEY_VARIABLE = "JAXINFER_API_KEY"  # of a client
 
 # Options that every command with a model takes.
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="Hugging Face folder, .gguf file, hub id or alias.", show_default=True)
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Hugging Face folder, .gguf file, folder of jaxinfer convert, hub id or alias.",
+        show_default=True,
+    ),
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")]
 MeshOption = Annotated[
@@ -397,6 +403,39 @@ def pull(
     print(source.path)
 
 
+@app.command()
+def convert(
+    output: Annotated[Path, typer.Option("--output", "-o", help="New folder to write.", show_default=False)],
+    model: ModelOption = _DEFAULTS.model,
+    dtype: DtypeOption = _DEFAULTS.dtype,
+    offline: OfflineOption = False,
+) -> None:
+    """Write a model as an Orbax checkpoint, which any mesh loads straight to its devices."""
+    check_top_level_packages("sharding")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # a server may have the accelerators
+    from jaxinfer.checkpoints.checkpoint import open_checkpoint, parse_dtype
+    from jaxinfer.checkpoints.convert import convert as write
+    from jaxinfer.checkpoints.source import resolve
+
+    chosen = parse_dtype(dtype)
+    with _progress_bars() as progress:
+        source = resolve(
+            model,
+            cache_dir=_cache_dir(),
+            offline=offline,
+            progress=lambda done, total: progress("download", done, total),
+        )
+        write(
+            open_checkpoint(source),
+            output,
+            dtype=chosen,
+            progress=lambda done, total: progress("convert", done, total),
+        )
+    print(output)
+
+
 @bench_app.command()
 def throughput(
     model: ModelOption = _DEFAULTS.model,
@@ -519,7 +558,7 @@ def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
         tasks: dict[str, TaskID] = {}
 
         def update(stage: str, done: int, total: int) -> None:
-            in_bytes = stage in ("download", "load")
+            in_bytes = stage in ("download", "load", "convert")
             amount = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB" if in_bytes else f"{done} of {total}"
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=total, amount=amount)

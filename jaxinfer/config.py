@@ -125,7 +125,7 @@ class EngineConfig:
     """How to serve a model; None lets the engine choose by model and device, and it says what it chose.
 
     Attributes:
-      model: a Hugging Face folder, a .gguf file, a hub id or an alias.
+      model: a Hugging Face folder, a .gguf file, a folder that `jaxinfer convert` wrote, a hub id or an alias.
       dtype: of weights and cache: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
       mesh: mesh axes and sizes, as "data=2,stage=2,tensor=4", or a TOML file that also has a rules table (see
         `sharding.mesh`); None is one device.

@@ -86,7 +86,7 @@ COMMANDS = dict(commands(typer.main.get_command(cli.app)))
 
 def test_the_commands():
     names = {" ".join(path) for path in COMMANDS}
-    assert names == {"", "serve", "generate", "chat", "pull", "bench", "bench throughput"}
+    assert names == {"", "serve", "generate", "chat", "pull", "convert", "bench", "bench throughput"}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: " ".join(path) or "jaxinfer")
@@ -144,6 +144,18 @@ def test_chat(run: Run, folder: str):
 
 def test_pull_prints_where_a_model_is(run: Run, folder: str):
     assert run("pull", folder)[:2] == (0, f"{folder}\n")
+
+
+def test_convert(run: Run, folder: str, tmp_path: Path):
+    converted = tmp_path / "new" / "tiny"
+    code, out, err = run("convert", "-m", folder, "--output", str(converted))
+    assert (code, out) == (0, f"{converted}\n")
+    assert err.startswith("convert ... convert done in")
+    wanted = ("hello world", "--max-tokens", "4", "--json")
+    assert run("generate", "-m", str(converted), *wanted)[:2] == run("generate", "-m", folder, *wanted)[:2]
+    code, out, err = run("convert", "-m", folder, "--output", str(converted))
+    assert (code, out) == (1, "")
+    assert err.startswith("jaxinfer: invalid_argument: output = ")
 
 
 def test_bench(run: Run, folder: str):

@@ -11,20 +11,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxinfer.checkpoints.manifest import GGUF_TOKENIZER, MANIFEST, TOKENIZER, WEIGHTS, read_manifest
 from jaxinfer.checkpoints.placement import Progress, Weights, load_weights
-from jaxinfer.checkpoints.reader import TensorReader, shown
+from jaxinfer.checkpoints.reader import TensorReader, read_json, shown
 from jaxinfer.checkpoints.source import Source
 from jaxinfer.config import ModelConfig
-from jaxinfer.errors import CheckpointError, JaxinferError, UnsupportedError
-from jaxinfer.models.family import NameMap
+from jaxinfer.errors import CheckpointError, InvalidArgumentError, JaxinferError, UnsupportedError
+from jaxinfer.models.family import NameMap, Target
 from jaxinfer.models.registry import family_of_gguf, family_of_hf
 
 if TYPE_CHECKING:
     from jaxinfer.models.layers import WeightSpec
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def parse_dtype(name: str) -> np.dtype | None:
+    """A dtype for weights by its name; None for "auto", the checkpoint's own. Raises InvalidArgumentError."""
+    if name not in DTYPES:
+        raise InvalidArgumentError("dtype", name, f"one of {', '.join(DTYPES)}")
+    return None if name == "auto" else np.dtype(getattr(jnp, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +47,7 @@ class Checkpoint:
       config: the model's.
       dtype: its natural dtype: bfloat16, float16 or float32; bfloat16 if it is quantized.
       tokenizer_metadata: a GGUF's metadata, which has its tokenizer and chat template; None for a folder.
-      folder: a Hugging Face folder, where its tokenizer lies; None for a GGUF.
+      folder: where the tokenizer lies, as Hugging Face has it; None for a GGUF's.
     """
 
     source: Source
@@ -83,7 +94,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
       CheckpointError: a file is missing, broken or truncated, or the config does not describe a model.
       UnsupportedError: a family, or something in its config, that this version does not have.
     """
-    return _open_gguf(source) if source.kind == "gguf" else _open_hf(source)
+    return {"hf": _open_hf, "gguf": _open_gguf, "orbax": _open_orbax}[source.kind](source)
 
 
 @contextmanager
@@ -105,7 +116,7 @@ def _check_layers(config: ModelConfig, reader: TensorReader) -> None:
 
 
 def _open_hf(source: Source) -> Checkpoint:
-    from jaxinfer.checkpoints.safetensors import SafetensorsReader, read_json
+    from jaxinfer.checkpoints.safetensors import SafetensorsReader
 
     folder = source.path
     config_json = read_json(folder / "config.json")
@@ -135,6 +146,23 @@ def _open_gguf(source: Source) -> Checkpoint:
         _check_layers(config, reader)
         names = family.gguf_names(config)
     return Checkpoint(source, config, _natural_dtype(reader), reader.metadata, None, reader, names)
+
+
+def _open_orbax(source: Source) -> Checkpoint:
+    from jaxinfer.checkpoints.orbax import OrbaxReader
+
+    manifest = read_manifest(source.path)
+    names = NameMap(
+        {stored.array: Target(path, stored.part) for path, arrays in manifest.weights.items() for stored in arrays}
+    )
+    with _naming(source.path / MANIFEST):
+        if len(manifest.config.layers) > len(names.targets):
+            raise CheckpointError(f"{len(manifest.config.layers)} layers, but only {len(names.targets)} arrays")
+    reader = OrbaxReader(source.path / WEIGHTS, names.targets)
+    folder = source.path / TOKENIZER
+    metadata = read_json(folder / GGUF_TOKENIZER) if (folder / GGUF_TOKENIZER).exists() else None
+    dtype = np.dtype(getattr(jnp, manifest.dtype))
+    return Checkpoint(source, manifest.config, dtype, metadata, folder if metadata is None else None, reader, names)
 
 
 def _rope_factors(reader: TensorReader) -> np.ndarray | None:

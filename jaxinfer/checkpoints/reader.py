@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -76,6 +77,22 @@ def check_regular(path: Path) -> None:
     """Raises OSError if the path is missing, or no file with an end: a pipe would be waited for without one."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("not a regular file")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Raises:
+      CheckpointError: the file is missing, or holds no JSON object; the message names it.
+    """
+    try:
+        check_regular(path)
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {shown(error)}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds no JSON object")
+    return value
 
 
 class MappedFile:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxinfer.checkpoints.reader import Index, MappedFile, TensorInfo, check_disjoint, check_regular, shown
+from jaxinfer.checkpoints.reader import Index, MappedFile, TensorInfo, check_disjoint, read_json, shown
 from jaxinfer.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -161,19 +161,3 @@ def _check_inside(path: Path) -> None:
     blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
     if not (target.is_relative_to(folder) or target.is_relative_to(blobs)):
         raise CheckpointError(f"{path}: is a link out of the model's folder, to {target}; put the file itself there")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file.
-
-    Raises:
-      CheckpointError: the file is missing, or holds no JSON object; the message names it.
-    """
-    try:
-        check_regular(path)
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {shown(error)}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds no JSON object")
-    return value

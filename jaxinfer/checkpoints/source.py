@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from jaxinfer.checkpoints.manifest import MANIFEST, PARTIAL
 from jaxinfer.checkpoints.pull import ALIASES, PullProgress, cached, pull
-from jaxinfer.errors import ModelNotFoundError
+from jaxinfer.errors import CheckpointError, ModelNotFoundError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
@@ -21,9 +22,9 @@ _HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "model*.safetensors"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model's files on this machine: a Hugging Face folder or a GGUF file, and the name it goes by."""
+    """A model's files on this machine: a Hugging Face folder, a GGUF file or a converted folder, and its name."""
 
-    kind: Literal["hf", "gguf"]
+    kind: Literal["hf", "gguf", "orbax"]
     path: Path
     name: str
 
@@ -41,14 +42,16 @@ def resolve(model: str, *, cache_dir: Path, offline: bool = False, progress: Pul
     """Finds a model's files, fetching them if need be.
 
     Args:
-      model: a Hugging Face folder, a .gguf file or a folder with one, an alias, a hub id (`org/name`), or a GGUF
-        file in a hub repository (`org/name/file.gguf`). What exists on this machine goes first.
+      model: a Hugging Face folder, a .gguf file or a folder with one, a folder that `jaxinfer convert` wrote, an
+        alias, a hub id (`org/name`), or a GGUF file in a hub repository (`org/name/file.gguf`). What exists on this
+        machine goes first.
       cache_dir: where aliases are kept. Hub models lie in the hub's own cache, shared with other programs.
       offline: use only what is on this machine already.
       progress: of an alias's download; the hub library shows its own.
 
     Raises:
       ModelNotFoundError: nothing found; the message lists where it was looked for.
+      CheckpointError: what an interrupted convert left.
     """
     try:
         path = Path(model).expanduser()
@@ -87,12 +90,23 @@ def resolve(model: str, *, cache_dir: Path, offline: bool = False, progress: Pul
 
 def _in_folder(folder: Path) -> Source:
     name = folder.resolve().name
+    if (folder / MANIFEST).exists():
+        return Source("orbax", folder, name)
+    if (folder / PARTIAL).exists():
+        raise CheckpointError(
+            f"{folder} is incomplete: jaxinfer convert was interrupted, or is still writing it; convert into it again"
+        )
     if (folder / "config.json").exists():
         return Source("hf", folder, name)
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) == 1:
         return Source("gguf", ggufs[0], ggufs[0].stem)
     found = f"{len(ggufs)} GGUF files, name one: {', '.join(file.name for file in ggufs)}" if ggufs else "no GGUF file"
+    if (folder / "_CHECKPOINT_METADATA").exists():
+        raise ModelNotFoundError(
+            f"{folder} is an Orbax checkpoint, but not a folder that jaxinfer convert wrote: it has no {MANIFEST}"
+            + (f"; name the folder above, {folder.parent}" if (folder.parent / MANIFEST).exists() else "")
+        )
     raise ModelNotFoundError(f"{folder} is not a model: it has no config.json, and {found}")
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxinfer.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from jaxinfer.checkpoints.checkpoint import Checkpoint, open_checkpoint, parse_dtype
 from jaxinfer.checkpoints.source import resolve
 from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.executables import ExecutableCache
@@ -35,7 +34,6 @@ from sharding.rules import MeshError
 
 logger = logging.getLogger(__name__)
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KV_CACHE_BYTES = 1 << 30
 START_THREADS = 2  # a compilation is part serial, part parallel: two at once keep a few cores busy
 DEVICE_MEMORY_FRACTION = 0.9  # of an accelerator's memory, weights and pages together; the rest is temporaries
@@ -109,15 +107,14 @@ def start_up(config: EngineConfig, *, cache_dir: Path, offline: bool, progress: 
     _mesh(config)
     if config.quantize is not None:
         raise UnsupportedError(f"quantize={config.quantize!r}: this version serves weights in float only")
-    if config.dtype not in DTYPES:
-        raise InvalidArgumentError("dtype", config.dtype, f"one of {', '.join(DTYPES)}")
+    asked_dtype = parse_dtype(config.dtype)
     source = resolve(
         config.model, cache_dir=cache_dir, offline=offline, progress=lambda done, all_: report("download", done, all_)
     )
     clock.lap("find")
     checkpoint = open_checkpoint(source)
     model = checkpoint.config
-    dtype = checkpoint.dtype if config.dtype == "auto" else np.dtype(getattr(jax.numpy, config.dtype))
+    dtype = checkpoint.dtype if asked_dtype is None else asked_dtype
     layout = lay_out(config, model, dtype)
     executables = ExecutableCache(cache_dir / "programs" if config.compile_cache else None)
     with start_threads() as threads:
