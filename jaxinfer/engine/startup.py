@@ -30,6 +30,7 @@ from jaxinfer.models.partition import Partition
 from jaxinfer.sampling.logit_rules import rules_bytes
 from jaxinfer.text.tokenizer import Tokenizer
 from pallas_kernels.dispatch import device_of
+from sharding.distributed import check_processes
 from sharding.mesh import MeshConfig
 from sharding.rules import MeshError
 
@@ -68,7 +69,7 @@ class Layout:
         """A weight in this layout's shape to its devices, by replica and stage: each is sent its own part, no more."""
         return [
             [
-                jax.device_put(array, NamedSharding(mesh, structure.partition.rules.spec(structure.specs[path].axes)))
+                _put(array, NamedSharding(mesh, structure.partition.rules.spec(structure.specs[path].axes)))
                 if path in structure.specs
                 else None
                 for structure, mesh in zip(self.structures, meshes, strict=True)
@@ -85,6 +86,13 @@ class Layout:
             ]
             for replica in range(len(self.submeshes))
         ]
+
+
+def _put(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    # Every process has the whole array, and puts its own devices' parts there.
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 @dataclass(frozen=True)
@@ -107,8 +115,15 @@ class Started:
     seconds: dict[str, float]
 
 
-def start_up(config: EngineConfig, *, cache_dir: Path, offline: bool, progress: Progress | None) -> Started:
-    """See `Engine.start`."""
+def start_up(
+    config: EngineConfig,
+    *,
+    cache_dir: Path,
+    offline: bool,
+    progress: Progress | None,
+    share: Callable[[Layout], Layout] = lambda layout: layout,
+) -> Started:
+    """See `Engine.start`; `share` gives what of a layout this process is to run."""
     report: Progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
     _mesh(config)
@@ -123,10 +138,10 @@ def start_up(config: EngineConfig, *, cache_dir: Path, offline: bool, progress: 
     checkpoint = open_checkpoint(source)
     model = checkpoint.config
     dtype = checkpoint.dtype if config.dtype == "auto" else np.dtype(getattr(jax.numpy, config.dtype))
-    layout = lay_out(config, model, dtype)
+    layout = share(lay_out(config, model, dtype))
     executables = ExecutableCache(cache_dir / "programs" if config.compile_cache else None)
     with start_threads() as threads:
-        tokenizer = threads.submit(_tokenizer, checkpoint)
+        tokenizer = threads.submit(open_tokenizer, checkpoint)
         # Programs are made from declarations, so they need not wait for the weights.
         programs = compile_programs(layout, model, dtype, executables, threads, report)
         load = lambda done, all_: report("load", done, all_)
@@ -205,7 +220,7 @@ def lay_out(config: EngineConfig, model: ModelConfig, dtype: Any, our_bytes: int
     """
     mesh, submeshes = _mesh(config)
     structures = _structures(config, model, dtype, mesh, submeshes[0][0])
-    device = submeshes[0][0].devices.flat[0]
+    device = jax.local_devices()[0]  # the first of the mesh, or like it where that is another process's
     return Layout(
         mesh, submeshes, structures, _scheduler_config(config, model, structures, dtype, mesh, device, our_bytes)
     )
@@ -216,7 +231,9 @@ def _mesh(config: EngineConfig) -> tuple[MeshConfig, list[list[Mesh]]]:
         mesh = MeshConfig.parse(config.mesh)
         if mesh.expert > 1:
             raise MeshError(f"expert={mesh.expert}: no model here has experts; use expert=1")
-        return mesh, mesh.build()
+        submeshes = mesh.build()
+        check_processes(mesh, submeshes)
+        return mesh, submeshes
     except MeshError as error:
         raise InvalidArgumentError("mesh", config.mesh, str(error)) from error
 
@@ -299,7 +316,8 @@ def _pool_memory(device: jax.Device, other_bytes: int, num_devices: int) -> int:
     return int(stats["bytes_limit"] * DEVICE_MEMORY_FRACTION) - stats["bytes_in_use"] - other_bytes
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer that lies with a checkpoint."""
     if checkpoint.tokenizer_metadata is not None:
         return Tokenizer.from_gguf(checkpoint.tokenizer_metadata)
     assert checkpoint.folder is not None
