@@ -49,8 +49,8 @@ class _Report(NamedTuple):
 class _Member:
     """A worker, as the front end sees it."""
 
-    def __init__(self, rank: int, channel: Channel):
-        self.rank, self.channel, self.pulse = rank, channel, Pulse()
+    def __init__(self, rank: int, channel: Channel, config: dict[str, Any]):
+        self.rank, self.channel, self.config, self.pulse = rank, channel, config, Pulse()
         self.ready: dict[str, Any] | None = None
         self.compiles = 0
         self.gone = threading.Event()
@@ -142,6 +142,11 @@ class Group:
         _start(self._accept, listener, key)
         self._worker.channel.say(Kind.DOOR, host=host, port=port, key=key.hex())
         self._wait(lambda: len(self._members) == self._size, CONNECT_S, "come to the front end")
+        for rank, member in sorted(self._members.items()):
+            for name, ours in asdict(self._config).items():
+                if member.config.get(name) != ours:
+                    theirs = f"process {rank} was started with {member.config.get(name)!r}"
+                    raise InvalidArgumentError(name, ours, f"{theirs}, process 0 with this; they must be the same")
 
     def _accept(self, listener: socket.socket, key: bytes) -> None:
         listener.settimeout(_WATCH_S)
@@ -164,16 +169,10 @@ class Group:
         except (AuthenticationError, EOFError, OSError, MalformedMessageError, KeyError) as error:
             logger.warning("somebody came to the control port who is no worker: %s", error or type(error).__name__)
             return
-        member = _Member(rank, channel)
+        member = _Member(rank, channel, config)
         with self._changed:
             self._members[rank] = member
             self._changed.notify_all()
-        for name, ours in asdict(self._config).items():
-            if config.get(name) != ours:
-                why = (
-                    f"process {rank} was started with {config.get(name)!r}, process 0 with this; they must be the same"
-                )
-                self._reports.put(_Report(rank, why, InvalidArgumentError(name, ours, why)))
         self._receive(member)
 
     def _receive(self, member: _Member) -> None:
