@@ -76,6 +76,7 @@ TopKOption = Annotated[int, typer.Option(min=-1, help="Sample from this many lik
 SeedOption = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
 
 _MONITORING = "Monitoring"
+_PROCESSES = "Several processes"
 
 # Who may call a server, for the server and for its client.
 _SECURITY = "Security"
@@ -87,12 +88,14 @@ TlsKeyOption = Annotated[Path | None, typer.Option(help="Private key of --tls-ce
 
 @app.callback()
 def _common(
+    context: typer.Context,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
     log_format: Annotated[
         LogFormat, typer.Option(help="Log lines as text, or as one JSON object each.")
     ] = LogFormat.TEXT,
 ) -> None:
     configure(log_format)
+    context.obj = {"format": log_format.value, "level": logging.INFO if verbose else logging.WARNING}
     if verbose:
         for name in ("jaxinfer", "server"):
             logging.getLogger(name).setLevel(logging.INFO)
@@ -100,6 +103,7 @@ def _common(
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: ModelOption = _DEFAULTS.model,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 takes a free one.")] = 50051,
@@ -124,6 +128,35 @@ def serve(
         bool, typer.Option("--allow-reshard", help="Let clients move the model to another mesh, by the RPC Reshard.")
     ] = False,
     offline: OfflineOption = False,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Serve with several processes: where they meet, an address of process 0 that all reach.",
+            rich_help_panel=_PROCESSES,
+        ),
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, help="How many there are.", rich_help_panel=_PROCESSES)
+    ] = None,
+    process_id: Annotated[
+        int | None, typer.Option(min=0, help="Which this one is; 0 serves the clients.", rich_help_panel=_PROCESSES)
+    ] = None,
+    distributed: Annotated[
+        bool,
+        typer.Option(
+            "--distributed",
+            help="The same, found out by JAX: under SLURM, Kubernetes, MPI, or on a TPU pod.",
+            rich_help_panel=_PROCESSES,
+        ),
+    ] = False,
+    control_host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of process 0 to which workers connect. \\[default: the coordinator's, or this machine's]",
+            rich_help_panel=_PROCESSES,
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -196,10 +229,26 @@ def serve(
     observer = Observer() if metrics_port is None else metrics.observer
     tracer = make_tracer(otlp_endpoint or None)
 
-    def load() -> Any:
-        from jaxinfer.engine.engine import Engine  # and JAX with it: the server listens before that
+    role = _role(coordinator, num_processes, process_id, detect=distributed)
+    worker: Any = None
+    if role is not None:
+        from jaxinfer.engine.worker_process import WorkerProcess, follow
 
+        worker = WorkerProcess(role, config, cache_dir=_cache_dir(), offline=offline, logs=context.obj)
+        if worker.rank:
+            raise typer.Exit(follow(worker))
+
+    def load() -> Any:
         with _progress_bars() as progress:
+            if role is not None:
+                from jaxinfer.engine.group import start_group
+                from sharding.distributed import own_address
+
+                address = control_host or role.coordinator_host or own_address()
+                options: Any = {"cache_dir": _cache_dir(), "offline": offline, "progress": progress}
+                return start_group(worker, config, host=address, **options)
+            from jaxinfer.engine.engine import Engine  # and JAX with it: the server listens before that
+
             return Engine.start(config, cache_dir=_cache_dir(), offline=offline, progress=progress)
 
     def on_ready(engine: Any) -> None:
@@ -211,6 +260,8 @@ def serve(
 
     with ExitStack() as stack:
         stack.callback(tracer.shutdown)
+        if worker is not None:
+            stack.callback(worker.kill)
         if metrics_port is not None:
             shown = stack.enter_context(MetricsServer(metrics.registry, host=metrics_host, port=metrics_port))
             _say(f"metrics on {shown.url}")
@@ -225,6 +276,7 @@ def serve(
                 tracer=tracer,
                 allow_reshard=allow_reshard,
                 drain_timeout_s=drain_seconds,
+                end_with_engine=role is not None,
                 on_listening=lambda bound: _say(f"listening on {host}:{bound}"),
                 on_ready=on_ready,
             )
@@ -244,6 +296,18 @@ def _api_keys(given: list[str] | None, file: Path | None) -> Any:
     if file is not None:
         keys += read_api_keys(file)
     return ApiKeys(keys) if keys else None
+
+
+def _role(coordinator: str | None, num_processes: int | None, process_id: int | None, *, detect: bool) -> Any:
+    """Which process of several this is; None if it is alone."""
+    if not detect and (coordinator, num_processes, process_id) == (None, None, None):
+        return None
+    from sharding.distributed import Role, RoleError
+
+    try:
+        return Role.of(coordinator, num_processes, process_id, detect=detect)
+    except RoleError as error:
+        raise InvalidArgumentError("coordinator", coordinator, str(error)) from error
 
 
 def _check_finite(name: str, value: float) -> None:

@@ -23,6 +23,7 @@ from jaxinfer.engine.observer import Observer
 from jaxinfer.errors import (
     DeadlineExceededError,
     DrainingError,
+    EngineDeadError,
     InvalidArgumentError,
     JaxinferError,
     ModelNotFoundError,
@@ -33,7 +34,7 @@ from jaxinfer.types import Failed, PromptLogprobs, Request
 from server import inference_pb2 as pb
 from server import inference_pb2_grpc, info, wire
 from server.credentials import ApiKeys, RequireApiKey, ServerTls, missing_protection
-from server.health import HealthService
+from server.health import POLL_S, HealthService
 from server.info import ServerState
 from server.outbox import Outbox
 from server.tracing import Tracer
@@ -49,6 +50,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 MAX_TIMEOUT_S = 365 * 86400.0  # a deadline beyond this is none; some clients write "none" so
 STALLED_S = 300.0  # a client that takes nothing for so long, while there is something for it, is given up
 FLUSH_S = 5.0  # how long ended streams may take to hand their last messages to slow clients
+DEATH_NOTICE_S = 2.0  # health says NOT_SERVING for so long before a server ends with its engine
 STOP_GRACE_S = 0.5  # health watches never end by themselves; they are given this long
 
 # 100,000 token ids are 0.5 MB, as much text 0.4 MB; this leaves room for images.
@@ -403,6 +405,7 @@ async def serve(
     tracer: Tracer | None = None,
     allow_reshard: bool = False,
     drain_timeout_s: float = 30.0,
+    end_with_engine: bool = False,
     on_listening: Callable[[int], None] | None = None,
     on_ready: Callable[[Engine], None] | None = None,
 ) -> bool:
@@ -419,6 +422,7 @@ async def serve(
       tracer: makes a span for each request.
       allow_reshard: whether clients may move the model to another mesh.
       drain_timeout_s: how long live requests may take to end after the first signal.
+      end_with_engine: whether to end too when the engine dies, for a supervisor to start both again.
       on_listening: is told the port, before loading begins.
       on_ready: is told the engine, once it serves.
 
@@ -427,6 +431,7 @@ async def serve(
 
     Raises:
       CannotListenError: the address cannot be listened on.
+      EngineDeadError: what the engine died of, where this ends with it.
       Exception: what `load` raised; the server is stopped by then.
     """
     server = GrpcServer(
@@ -450,6 +455,12 @@ async def serve(
             server.set_engine(engine)
             if on_ready is not None:
                 on_ready(engine)
+            if end_with_engine:
+                died = await _unless(stop, _death(engine))
+                if died is not None:
+                    await asyncio.sleep(DEATH_NOTICE_S)
+                    await server.drain(0)
+                    raise died
             await stop.wait()
         drained = await _unless(hurry, server.drain(drain_timeout_s))
         if drained is None:
@@ -461,6 +472,12 @@ async def serve(
         await server.stop()
         if server.service.engine is not None:
             await asyncio.to_thread(server.service.engine.close)
+
+
+async def _death(engine: Engine) -> EngineDeadError:
+    while engine.death is None:
+        await asyncio.sleep(POLL_S)
+    return engine.death
 
 
 def _on_signals(handler: Callable[[], object]) -> Callable[[], None]:

@@ -11,14 +11,14 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.live_request import LiveRequest, Sink
-from jaxinfer.engine.loop import EngineLoop
+from jaxinfer.engine.loop import EngineLoop, StepRunner
 from jaxinfer.engine.observer import GuardedObserver, Observer
 from jaxinfer.engine.reshard import bytes_on_one_device, move_weights, weights_by_path
 from jaxinfer.engine.router import Router
@@ -57,6 +57,15 @@ class EngineState(StrEnum):
     DEAD = "dead"
 
 
+class Processes(Protocol):
+    """The processes that an engine runs on, where it does not run on its own."""
+
+    mesh: str
+
+    def stop(self) -> None:
+        """Ends them."""
+
+
 class Engine:
     """Serves one model. `Engine.start` makes one; `stream` and `submit` may be called from any thread.
 
@@ -65,7 +74,7 @@ class Engine:
     Attributes:
       model_name: as the user gave it.
       scheduler_config: of each replica.
-      runners: of the replicas.
+      runners: of the replicas; see `EngineLoop` for what they do where other processes have the devices.
       startup_seconds: what each part of the start took.
     """
 
@@ -75,13 +84,14 @@ class Engine:
         model: ModelConfig,
         scheduler: SchedulerConfig,
         tokenizer: Tokenizer,
-        runners: Sequence[Runner],
+        runners: Sequence[Runner] | Sequence[StepRunner],
         *,
         stuck_after_s: float = EngineConfig().stuck_after_s,
+        group: Processes | None = None,
     ):
-        self._stuck_after_s = stuck_after_s
+        self._stuck_after_s, self._group = stuck_after_s, group
         self.model_name, self.model_config, self.scheduler_config = name, model, scheduler
-        self.tokenizer, self.runners = tokenizer, tuple(runners)
+        self.tokenizer, self.runners = tokenizer, tuple[Any, ...](runners)
         self.startup_seconds: dict[str, float] = {}
         self._started: Started | None = None
         self._resharding = threading.Lock()
@@ -354,6 +364,8 @@ class Engine:
     @property
     def mesh(self) -> str:
         """The mesh it runs on, as `axis=size,...`."""
+        if self._group is not None:
+            return self._group.mesh
         return "tensor=1" if self._started is None else str(self._started.layout.mesh)
 
     def reshard(self, mesh: str, *, progress: Progress | None = None) -> None:
@@ -364,9 +376,14 @@ class Engine:
 
         Raises:
           InvalidArgumentError: the mesh cannot work; nothing has changed.
+          UnsupportedError: the engine runs on several processes.
           EngineDeadError: it failed midway; the engine has ended.
         """
         started = self._started
+        if self._group is not None:
+            raise UnsupportedError(
+                "reshard: an engine on several processes keeps its mesh; start it with another --mesh"
+            )
         if started is None:
             raise UnsupportedError("reshard: only an engine that Engine.start made has weights to move")
         with self._resharding:
@@ -459,6 +476,19 @@ class Engine:
             loop.fail_all(EngineDeadError("the engine is closed"))
         for loop, is_stuck in zip(self._loops, stuck, strict=True):
             loop.stop(timeout=STUCK_JOIN_S if is_stuck else CLOSE_JOIN_S)
+        if self._group is not None:
+            self._group.stop()
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why it ended by itself, if it did."""
+        return self._death
+
+    def lose(self, error: EngineDeadError) -> None:
+        """Ends it at once with the error: what it runs on is lost."""
+        self._on_death(error)
+        for loop in self._loops:
+            loop.die(error)
 
     def __enter__(self) -> Engine:
         return self
@@ -481,7 +511,7 @@ class Engine:
 
     def _on_death(self, error: EngineDeadError) -> None:
         with self._lock:
-            self._state, self._death = EngineState.DEAD, error
+            self._state, self._death = EngineState.DEAD, self._death or error
         # A replica is lost: the engine ends as a whole, for its supervisor to start it again.
         for loop in self._loops:
             loop.fail_all(error)

@@ -80,6 +80,7 @@ def _environment() -> str:
             jaxlib.__version__,
             device.device_kind,
             device.client.platform_version,
+            f"process {jax.process_index()} of {jax.process_count()}",
             platform.machine(),
             flags,
             os.environ.get("XLA_FLAGS", ""),  # changes what the compiler makes

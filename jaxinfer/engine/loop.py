@@ -10,10 +10,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from jaxinfer.engine.live_request import LiveRequest
 from jaxinfer.engine.observer import Observer
-from jaxinfer.engine.runner import Flight, Runner
 from jaxinfer.engine.scheduler import NewToken, Scheduler, ScoredPrompt
 from jaxinfer.errors import EngineDeadError, JaxinferError, RequestFailedError, StepFailedError
 from jaxinfer.types import EngineStats, Event, Failed, Finished, FinishReason, StepPlan, StepTokens
@@ -23,6 +23,32 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row; then the device is taken for lost
 RATE_SECONDS = 10.0
 AUDIT_AFTER_S = 0.05  # of idleness: not between two requests that follow each other
+
+
+class Flight(Protocol):
+    """A step under way."""
+
+    @property
+    def plan(self) -> StepPlan: ...
+
+
+class StepRunner(Protocol):
+    """What runs plans, in the order given: on devices of this process, or of others.
+
+    Any error but EngineDeadError fails the step alone; that one says that what steps run on is lost.
+    """
+
+    @property
+    def compiles_after_warm_up(self) -> int: ...
+
+    def dispatch(self, plan: StepPlan) -> Flight:
+        """Starts a step and returns at once."""
+
+    def read(self, flight: Any) -> StepTokens:
+        """Waits for a step's tokens."""
+
+    def reset(self) -> None:
+        """A new, empty state."""
 
 
 class EngineLoop:
@@ -38,7 +64,7 @@ class EngineLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: StepRunner,
         *,
         observer: Observer,
         on_start: Callable[[LiveRequest], None],
@@ -87,6 +113,15 @@ class EngineLoop:
         """Ends every live request with the error."""
         self._inbox.put(lambda: self._fail_all(error))
 
+    def die(self, error: EngineDeadError) -> None:
+        """Ends the loop and every live request with the error, as if its runner had raised it."""
+
+        def fail() -> None:
+            if not self._dead:
+                raise error
+
+        self._inbox.put(fail)
+
     def call(self, function: Callable[[], None]) -> None:
         """Runs a function on the loop thread between two steps."""
         self._inbox.put(function)
@@ -125,8 +160,12 @@ class EngineLoop:
         try:
             self._run()
         except BaseException as error:
-            logger.exception("the engine loop died")
-            dead = EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}")
+            if isinstance(error, EngineDeadError):
+                logger.error("the engine loop ended: %s", error)
+                dead = error
+            else:
+                logger.exception("the engine loop died")
+                dead = EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}")
             self._on_death(dead)  # from here on nothing more is submitted
             self._dead = True
             while not self._inbox.empty():
@@ -159,6 +198,8 @@ class EngineLoop:
                 continue
             try:
                 following = None if plan is None else self._dispatch(plan)
+            except EngineDeadError:
+                raise
             except Exception as error:
                 assert plan is not None
                 self._step_failed(plan, error)
@@ -168,6 +209,8 @@ class EngineLoop:
                 before = time.perf_counter()
                 try:
                     tokens = self._runner.read(flight)
+                except EngineDeadError:
+                    raise
                 except Exception as error:
                     self._step_failed(flight.plan, error)
                     flight = None

@@ -29,6 +29,7 @@ from jaxinfer.models.partition import Partition
 from jaxinfer.sampling.logit_rules import rules_bytes
 from jaxinfer.text.tokenizer import Tokenizer
 from pallas_kernels.dispatch import device_of
+from sharding.distributed import check_processes
 from sharding.mesh import MeshConfig
 from sharding.rules import MeshError
 
@@ -100,8 +101,15 @@ class Started:
     seconds: dict[str, float]
 
 
-def start_up(config: EngineConfig, *, cache_dir: Path, offline: bool, progress: Progress | None) -> Started:
-    """See `Engine.start`."""
+def start_up(
+    config: EngineConfig,
+    *,
+    cache_dir: Path,
+    offline: bool,
+    progress: Progress | None,
+    share: Callable[[Layout], Layout] = lambda layout: layout,
+) -> Started:
+    """See `Engine.start`; `share` gives what of a layout this process is to run."""
     report: Progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
     _mesh(config)
@@ -115,10 +123,10 @@ def start_up(config: EngineConfig, *, cache_dir: Path, offline: bool, progress: 
     checkpoint = open_checkpoint(source)
     model = checkpoint.config
     dtype = checkpoint.dtype if asked_dtype is None else asked_dtype
-    layout = lay_out(config, model, dtype)
+    layout = share(lay_out(config, model, dtype))
     executables = ExecutableCache(cache_dir / "programs" if config.compile_cache else None)
     with start_threads() as threads:
-        tokenizer = threads.submit(_tokenizer, checkpoint)
+        tokenizer = threads.submit(open_tokenizer, checkpoint)
         # Programs are made from declarations, so they need not wait for the weights.
         programs = compile_programs(layout, model, dtype, executables, threads, report)
         load = lambda done, all_: report("load", done, all_)
@@ -198,7 +206,7 @@ def lay_out(config: EngineConfig, model: ModelConfig, dtype: Any, our_bytes: int
     """
     mesh, submeshes = _mesh(config)
     structures = _structures(config, model, dtype, mesh, submeshes[0][0])
-    device = submeshes[0][0].devices.flat[0]
+    device = jax.local_devices()[0]  # the first of the mesh, or like it where that is another process's
     return Layout(
         mesh, submeshes, structures, _scheduler_config(config, model, structures, dtype, mesh, device, our_bytes)
     )
@@ -209,7 +217,9 @@ def _mesh(config: EngineConfig) -> tuple[MeshConfig, list[list[Mesh]]]:
         mesh = MeshConfig.parse(config.mesh)
         if mesh.expert > 1:
             raise MeshError(f"expert={mesh.expert}: no model here has experts; use expert=1")
-        return mesh, mesh.build()
+        submeshes = mesh.build()
+        check_processes(mesh, submeshes)
+        return mesh, submeshes
     except MeshError as error:
         raise InvalidArgumentError("mesh", config.mesh, str(error)) from error
 
@@ -289,7 +299,8 @@ def _pool_memory(device: jax.Device, other_bytes: int, num_devices: int) -> int:
     return int(stats["bytes_limit"] * DEVICE_MEMORY_FRACTION) - stats["bytes_in_use"] - other_bytes
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer that lies with a checkpoint."""
     if checkpoint.tokenizer_metadata is not None:
         return Tokenizer.from_gguf(checkpoint.tokenizer_metadata)
     assert checkpoint.folder is not None
