@@ -1,6 +1,6 @@
 """What meshes of CPU devices do to throughput, each against the plain run on one device in the same process.
 
-    python scripts/bench_meshes.py [--model M] [--mesh tensor=2 --mesh data=2 ...] [--json]
+    python scripts/bench_meshes.py [--model M] [--mesh tensor=3 --mesh data=2 ...] [--json]
 
 A CPU's devices share its cores and its memory, so nothing here says how fast a mesh is on chips. It shows what
 splitting costs (the collectives of tensor parallelism, a pipeline's hand-over) and where the time of replicas, stages
@@ -16,7 +16,7 @@ import os
 
 import jax
 
-MESHES = ("tensor=2", "data=2", "stage=2", "stage=2 (1 micro-batch)", "stage=2,tensor=2", "data=2,stage=2")
+MESHES = ("tensor=3", "data=2", "stage=2", "stage=2 (1 micro-batch)", "stage=2,tensor=3", "data=2,stage=2")
 
 
 def main() -> None:

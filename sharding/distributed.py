@@ -74,8 +74,11 @@ def join(role: Role) -> None:
 
     `jax.distributed` ends this process when another is lost and it notices; it has to be one that may be ended.
     """
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip()
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of CPU devices only
+    alone = role.num_processes == 1
+    if not alone:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip()
+    # Of CPU devices only. Among those of one process gloo is several times slower than XLA's own.
+    jax.config.update("jax_cpu_collectives_implementation", None if alone else "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
     jax.distributed.initialize(role.coordinator, role.num_processes, role.process_id)
 

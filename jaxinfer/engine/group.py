@@ -79,6 +79,7 @@ def start_group(
     group = Group(worker, config, report)
     try:
         group.gather(host)
+        met = time.perf_counter()
         source = resolve(
             config.model,
             cache_dir=cache_dir,
@@ -93,7 +94,7 @@ def start_group(
             stuck_after_s=config.stuck_after_s,
             group=group,
         )
-        engine.startup_seconds = {**group.seconds, "all": round(time.perf_counter() - begun, 2)}
+        engine.startup_seconds = {"meet": round(met - begun, 2), **group.seconds}
         group.serve(engine.lose)
     except BaseException:
         group.end()

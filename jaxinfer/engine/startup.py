@@ -21,6 +21,7 @@ from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.executables import ExecutableCache
 from jaxinfer.engine.programs import Programs, load_or_compile
 from jaxinfer.engine.runner import Runner
+from jaxinfer.engine.stages import head_layers
 from jaxinfer.errors import InvalidArgumentError, UnsupportedError
 from jaxinfer.kv_cache.pool import page_bytes
 from jaxinfer.models.decoder import DecoderStructure, Stage, decoder_structure
@@ -123,8 +124,8 @@ def start_up(
     checkpoint = open_checkpoint(source)
     model = checkpoint.config
     dtype = checkpoint.dtype if asked_dtype is None else asked_dtype
-    layout = share(lay_out(config, model, dtype))
     executables = ExecutableCache(cache_dir / "programs" if config.compile_cache else None)
+    layout = share(lay_out(config, model, dtype, executables))
     with start_threads() as threads:
         tokenizer = threads.submit(open_tokenizer, checkpoint)
         # Programs are made from declarations, so they need not wait for the weights.
@@ -195,17 +196,20 @@ def compile_programs(
     return lambda: [programs() for programs in waiting]
 
 
-def lay_out(config: EngineConfig, model: ModelConfig, dtype: Any, our_bytes: int = 0) -> Layout:
-    """How the model lies on the mesh of `config`.
+def lay_out(
+    config: EngineConfig, model: ModelConfig, dtype: Any, executables: ExecutableCache, our_bytes: int = 0
+) -> Layout:
+    """How the model lies on the mesh of `config`. Where that has stages, a layer and the head are timed on it.
 
     Args:
       our_bytes: what an engine that is to make room holds on each device.
 
     Raises:
-      InvalidArgumentError: the mesh cannot work, or leaves no room for pages; nothing has been allocated.
+      InvalidArgumentError: the mesh cannot work, or leaves no room for pages; nothing is allocated.
     """
     mesh, submeshes = _mesh(config)
-    structures = _structures(config, model, dtype, mesh, submeshes[0][0])
+    own = next((stage for stages in submeshes for stage in stages if not stage.is_multi_process), submeshes[0][0])
+    structures = _structures(config, model, dtype, mesh, own, executables)
     device = jax.local_devices()[0]  # the first of the mesh, or like it where that is another process's
     return Layout(
         mesh, submeshes, structures, _scheduler_config(config, model, structures, dtype, mesh, device, our_bytes)
@@ -225,12 +229,20 @@ def _mesh(config: EngineConfig) -> tuple[MeshConfig, list[list[Mesh]]]:
 
 
 def _structures(
-    config: EngineConfig, model: ModelConfig, dtype: Any, mesh: MeshConfig, submesh: Mesh
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: Any,
+    mesh: MeshConfig,
+    submesh: Mesh,
+    executables: ExecutableCache,
 ) -> list[DecoderStructure]:
     """Of each stage, without any bytes."""
     try:
         partition = Partition.of(model, mesh.rules())
         stages = Stage.split(len(model.layers), mesh.stage)
+        if mesh.stage > 1:
+            head = head_layers(model, dtype, partition, submesh, config.max_num_seqs, executables)
+            stages = Stage.split(len(model.layers), mesh.stage, head)
     except MeshError as error:
         raise InvalidArgumentError("mesh", config.mesh, str(error)) from error
     return [

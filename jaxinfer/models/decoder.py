@@ -36,15 +36,25 @@ class Stage:
     num_layers: int
 
     @classmethod
-    def split(cls, num_layers: int, ways: int) -> list[Stage]:
-        """All layers in as many stages, of equal length where that goes.
+    def split(cls, num_layers: int, ways: int, head_layers: int = 0) -> list[Stage]:
+        """All layers in as many stages, so that the one with most to do has least.
+
+        Args:
+          head_layers: what the head takes, in layers; it is the last stage's.
 
         Raises:
           MeshError: more stages than layers.
         """
         if ways > num_layers:
             raise MeshError(f"stage={ways}: the model has {num_layers} layers, and a stage needs one at least")
-        ends = [num_layers * (number + 1) // ways for number in range(ways)]
+        if ways == 1:
+            return [cls(0, num_layers, num_layers)]
+
+        def most(last: int) -> tuple[int, int]:
+            return max(-(-(num_layers - last) // (ways - 1)), last + head_layers), -last
+
+        before = num_layers - min(range(1, num_layers - ways + 2), key=most)
+        ends = [*(before * (number + 1) // (ways - 1) for number in range(ways - 1)), num_layers]
         return [cls(first, end, num_layers) for first, end in zip([0, *ends], ends, strict=False)]
 
     @property

@@ -53,15 +53,18 @@ def test_every_device_holds_its_share():
     assert share == (whole - norms) / 8 + norms
 
 
-@given(layers=st.integers(1, 100), ways=st.integers(1, 100))
-def test_stages_cover_all_layers_once(layers: int, ways: int):
+@given(layers=st.integers(1, 100), ways=st.integers(1, 100), head=st.integers(0, 40))
+def test_stages_cover_all_layers_once(layers: int, ways: int, head: int):
     if ways > layers:
         with pytest.raises(MeshError, match=f"stage={ways}: the model has {layers} layers"):
-            Stage.split(layers, ways)
+            Stage.split(layers, ways, head)
         return
-    stages = Stage.split(layers, ways)
+    stages = Stage.split(layers, ways, head)
     assert [layer for s in stages for layer in range(s.first_layer, s.end_layer)] == list(range(layers))
-    sizes = [stage.end_layer - stage.first_layer for stage in stages]
-    assert max(sizes) - min(sizes) <= 1
     assert [stage.is_first for stage in stages] == [True] + [False] * (ways - 1)
     assert [stage.is_last for stage in stages] == [False] * (ways - 1) + [True]
+    sizes = [stage.end_layer - stage.first_layer for stage in stages]
+    assert min(sizes) >= 1
+    # The stage with most to do has no more than the mean, rounded up, or what cannot be shared out.
+    mean = -(-(layers + head) // ways)
+    assert max([*sizes[:-1], sizes[-1] + head]) <= max(mean, 1 + head)

@@ -27,7 +27,7 @@ from server.client import Client
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = replace(
-    tiny_checkpoints.VARIANTS["llama3"], hidden=64, heads=8, kv_heads=4, head_dim=16, intermediate=84, layers=2
+    tiny_checkpoints.VARIANTS["llama3"], hidden=64, heads=8, kv_heads=4, head_dim=16, intermediate=84, layers=1
 )
 LIMITS = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 8, "page_size": 4, "max_model_len": 64}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -244,3 +244,39 @@ def test_one_that_cannot_start_ends_all(start, mesh: str, extra: tuple[str, ...]
     assert message in processes.said().replace("\n", " ")
     assert "invalid_argument" in processes.said()
     assert "Traceback" not in processes.said()
+
+
+FRONT_END = """
+import sys
+from pathlib import Path
+from jax._src import xla_bridge
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.group import start_group
+from jaxinfer.engine.worker_process import WorkerProcess
+from jaxinfer.types import Failed, Finished, Request, SamplingParams
+from sharding.distributed import Role
+import queue
+
+folder, cache_dir, coordinator = sys.argv[1:]
+config, events = EngineConfig(model=folder, kv_cache_bytes=1 << 20, **{limits}), queue.SimpleQueue()
+options = {{"cache_dir": Path(cache_dir), "offline": True}}
+worker = WorkerProcess(Role(coordinator, 1, 0), config, **options, logs={{"format": "text", "level": 30}})
+with start_group(worker, config, host="127.0.0.1", **options) as engine:
+    engine.submit(Request(request_id="a", params=SamplingParams(max_tokens=4), text="hello"), events.put)
+    while not isinstance(last := events.get(timeout=60)[-1], (Finished, Failed)):
+        pass
+print(type(last).__name__, xla_bridge.backends_are_initialized())
+"""
+
+
+def test_the_front_end_touches_no_device(folder: Path, cache_dir: Path, expected: object):
+    """Else it would take the accelerator from its own worker. A group of one process will do, with the programs of
+    `expected`."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FRONT_END.format(limits=LIMITS), folder, cache_dir, f"127.0.0.1:{free_port()}"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+    )
+    assert ran.stdout == "Finished False\n", ran.stderr
