@@ -500,6 +500,62 @@ def convert(
     print(output)
 
 
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A checkpoint on this machine, or a card: llama-3-8b, ...")
+    ],
+    chips: Annotated[str, typer.Option(metavar="KIND:N", help="Chips to plan for, such as h200:1 or v6e:8.")],
+    mesh: Annotated[
+        str, typer.Option(help="Mesh axes and sizes, as tensor=8; auto takes the fastest that fits of all.")
+    ] = "auto",
+    weights: Annotated[str, typer.Option(help="bf16, int8 or int4 (groups of 128).")] = "bf16",
+    kv: Annotated[str, typer.Option(help="Of the KV cache: bf16, int8 or fp8.")] = "bf16",
+    context: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of a sequence, prompt and output. \\[default: the model's own limit]"),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Sequences at once, each at its full length.")] = 8,
+    max_num_batched_tokens: MaxBatchedOption = _DEFAULTS.max_num_batched_tokens,
+    page_size: PageSizeOption = _DEFAULTS.page_size,
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Arithmetic alone: needs no compilers, and assumes temporaries.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw memory and throughput into this file. Needs jaxinfer\\[plot].")
+    ] = None,
+) -> None:
+    """Say whether a model fits on chips, and how fast it may be, before there are any."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # chips are described: those that are here stay free
+    check_top_level_packages("sharding", "pallas_kernels")
+    from jaxinfer import plan_report
+    from jaxinfer.plan import PlanRequest, make_plan
+
+    if plot is not None:
+        plan_report.check_plotting(plot)
+    request = PlanRequest(
+        model=model,
+        chips=chips,
+        mesh=mesh,
+        weights=weights,
+        kv=kv,
+        context=context,
+        concurrency=concurrency,
+        max_num_batched_tokens=max_num_batched_tokens,
+        page_size=page_size,
+        compiles=not no_compile,
+    )
+    with _progress_bars() as progress:
+        made = make_plan(request, cache_dir=_cache_dir(), progress=progress)
+    if as_json:
+        print(json.dumps(plan_report.to_json(made)))
+    else:
+        plan_report.show(made, Console())
+    if plot is not None:
+        plan_report.draw(made, plot)
+
+
 @bench_app.command()
 def throughput(
     model: ModelOption = _DEFAULTS.model,

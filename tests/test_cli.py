@@ -86,7 +86,7 @@ COMMANDS = dict(commands(typer.main.get_command(cli.app)))
 
 def test_the_commands():
     names = {" ".join(path) for path in COMMANDS}
-    assert names == {"", "serve", "generate", "chat", "pull", "convert", "bench", "bench throughput"}
+    assert names == {"", "serve", "generate", "chat", "pull", "convert", "plan", "bench", "bench throughput"}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: " ".join(path) or "jaxinfer")
@@ -171,6 +171,18 @@ def test_bench(run: Run, folder: str):
     code, out, _ = run(*BENCH, *SMALL, "-m", folder)
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(figures)
+
+
+def test_plan(run: Run, folder: str):
+    code, out, err = run("plan", "-m", "llama-3-8b", "--chips", "h200:2", "--no-compile")
+    assert (code, err) == (0, "")
+    assert "yes: 8 sequences of 8192 tokens fit" in out
+    code, out, err = run("plan", "-m", folder, "--chips", "v5e", "--mesh", "tensor=1", "--no-compile", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["fits"]
+    code, out, err = run("plan", "-m", folder, "--chips", "v99", "--no-compile")
+    assert (code, out) == (1, "")
+    assert "invalid_argument: chips = 'v99'" in err
 
 
 # What is refused.

@@ -1,0 +1,17 @@
+"""Makes a plan with what the compilers say; run by the compilers' interpreter.
+
+python tests/plan_steps.py llama-3-8b h200:1 [name=value ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from jaxinfer.plan import PlanRequest, make_plan
+from jaxinfer.plan_report import to_json
+
+if __name__ == "__main__":
+    model, chips, *options = sys.argv[1:]
+    request = PlanRequest(model=model, chips=chips, **dict(option.split("=", 1) for option in options))
+    print(json.dumps(to_json(make_plan(request))))
