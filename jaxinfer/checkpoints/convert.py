@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,10 +91,11 @@ def _written(output: Path) -> Iterator[None]:
         (output / PARTIAL).touch()  # from here on it counts as incomplete
         with filelock.FileLock(output / _LOCK, timeout=0):
             _check_free(output)
-            for left in (output / TOKENIZER, *output.glob(f"{WEIGHTS}*")):
-                shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+            for left in (output / TOKENIZER, output / WEIGHTS, *output.glob(f"{WEIGHTS}.orbax-checkpoint-tmp*")):
+                shutil.rmtree(left, ignore_errors=not left.exists())
             yield
-            (output / _LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # some systems keep a file that is open
+                (output / _LOCK).unlink()
     except filelock.Timeout:
         raise InvalidArgumentError("output", str(output), "a folder that no other convert is writing to") from None
     # TensorStore raises ValueError for whatever the file system answers.
@@ -130,8 +131,12 @@ class _Array:
     dtype: np.dtype
 
     @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.size * self.dtype.itemsize
 
     def slabs(self, chunks: Sequence[int]) -> Iterator[range]:
         """Its rows, a number of whole chunks at a time."""
@@ -171,7 +176,7 @@ def _write_weights(weights: Weights, arrays: Sequence[_Array], folder: Path, pro
         if progress:
             progress(done, total)
 
-    # Not compressed: reading is twice as fast so, for a quarter more bytes.
+    # Not compressed: reading is twice as fast so, for a third more bytes.
     registry = type_handlers.create_type_handler_registry(
         (_Array, _StreamedArrays(weights, wrote)), (jax.Array, type_handlers.ArrayHandler())
     )
@@ -199,6 +204,7 @@ class _StreamedArrays(type_handlers.NumpyHandler):
                 dtype=array.dtype,
                 process_index=0,
             )
+            spec["dtype"] = array.dtype.name  # early 0.12 leaves it out
             spec["metadata"]["chunks"] = chunks = _chunks(array.shape)
             store = await tensorstore.open(spec, create=True, open=True, context=info.ts_context)
             for rows in array.slabs(chunks):

@@ -11,22 +11,25 @@ import sys
 from pathlib import Path
 
 import filelock
+import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import NamedSharding
 from tiny_checkpoints import VARIANTS, Tiny, write_gguf, write_hf_folder
 
 from jaxinfer.checkpoints import convert as converting
 from jaxinfer.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxinfer.checkpoints.convert import convert
 from jaxinfer.checkpoints.source import resolve
-from jaxinfer.config import EngineConfig
-from jaxinfer.engine.startup import lay_out
 from jaxinfer.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError, UnsupportedError
 from jaxinfer.llm import LLM
+from jaxinfer.models.decoder import Stage, decoder_structure
+from jaxinfer.models.partition import Partition
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import SamplingParams
+from sharding.mesh import MeshConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,14 +150,23 @@ def uneven(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "hf", folder / "orbax"
 
 
+def load_on(checkpoint: Checkpoint, mesh: MeshConfig) -> dict[str, list[jax.Array]]:
+    """Onto every replica and stage of a mesh; stages have as many layers each."""
+    layers = len(checkpoint.config.layers)
+    partition = Partition.of(checkpoint.config, mesh.rules())
+    specs, homes = {}, {}
+    for stages in mesh.build():
+        for number, submesh in enumerate(stages):
+            stage = Stage(layers * number // mesh.stage, layers * (number + 1) // mesh.stage, layers)
+            for path, spec in decoder_structure(checkpoint.config, checkpoint.dtype, partition, stage).specs.items():
+                specs[path] = spec
+                homes.setdefault(path, []).append(NamedSharding(submesh, mesh.rules().spec(spec.axes)))
+    return checkpoint.load_sharded(specs, homes)
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_same_shards_on_any_mesh(uneven, mesh):
-    loaded = []
-    for folder in uneven:
-        checkpoint = opened(folder)
-        layout = lay_out(EngineConfig(model=str(folder), mesh=mesh), checkpoint.config, checkpoint.dtype)
-        homes = {path: layout.homes(path) for path in layout.specs}
-        loaded.append(checkpoint.load_sharded(layout.specs, homes))
+    loaded = [load_on(opened(folder), MeshConfig.parse(mesh)) for folder in uneven]
     for path, arrays in loaded[0].items():
         for ours, theirs in zip(loaded[1][path], arrays, strict=True):
             assert ours.sharding == theirs.sharding
