@@ -137,6 +137,7 @@ def _work(job: dict[str, Any], told: list[Channel], inbox: Inbox) -> None:
         scheduler=asdict(started.layout.scheduler),
         seconds=started.seconds,
     )
+    parent.say(Kind.READY)
     while True:
         message = inbox.get()
         if message.kind is Kind.PLAN:

@@ -22,6 +22,7 @@ from jaxinfer.errors import JaxinferError
 
 BEAT_S = 1.0  # between two signs of life
 LOST_S = 8.0  # a process that gives none for so long is taken for lost
+START_LOST_S = 120.0  # before it is ready: drivers that start, and files that are slow, may hold up all its threads
 CONNECT_S = 60.0  # how long a worker may take to come to the front end
 _AWAKE_S = 2.0  # who looks around more rarely than this slept itself
 
@@ -37,7 +38,7 @@ class Kind(IntEnum):
     DOOR = 3  # parent to worker 0: where the front end listens, and the key
     HELLO = 4  # worker to front end: its rank and settings
     PROGRESS = 5
-    READY = 6  # worker to front end: what it has
+    READY = 6  # worker to front end: what it has; to its parent: nothing more
     FAILED = 7  # worker to parent and front end: why it ends
     BEAT = 8  # a sign of life, both ways
     PLAN = 9  # to run

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.checkpoints.source import resolve
 from jaxinfer.config import EngineConfig, SchedulerConfig
-from jaxinfer.engine.control import CONNECT_S, LOST_S, Channel, Kind, Message, Pulse, admit, error_of
+from jaxinfer.engine.control import CONNECT_S, LOST_S, START_LOST_S, Channel, Kind, Message, Pulse, admit, error_of
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.plan_codec import MalformedMessageError, decode_tokens, encode_plan
 from jaxinfer.engine.startup import Progress, open_tokenizer
@@ -279,9 +279,12 @@ class Group:
         if 0 not in self._members and self._worker.ended.is_set():
             why = f"the worker {self._worker.how_it_ended}"
             return [_Report(0, why, self._worker.failure, ended=True)]
-        why = f"it gave no sign of life for {LOST_S:g} s"
-        silent = [member for member in list(self._members.values()) if member.pulse.silent_s() > LOST_S]
-        return [_Report(member.rank, why, ended=True) for member in silent]
+        limits = {member: LOST_S if member.ready else START_LOST_S for member in list(self._members.values())}
+        return [
+            _Report(member.rank, f"it gave no sign of life for {limit:g} s", ended=True)
+            for member, limit in limits.items()
+            if member.pulse.silent_s() > limit
+        ]
 
     def _lose(self, cause: _Report) -> None:
         dead = EngineDeadError(f"process {cause.rank} of {self._size} is lost: {cause.why}")

@@ -60,7 +60,9 @@ class WorkerProcess:
         self.joined: Future[tuple[int, int]] = Future()
         self._rank = role.process_id
         self.failure: JaxinferError | None = None
-        self._pulse: Pulse | None = None  # none before its first sign: Python and JAX take their time
+        self._pulse: Pulse | None = (
+            None  # none until it is ready: before that it may be busy, and the front end watches
+        )
         self.ended = threading.Event()
         job = {"config": asdict(config), "role": asdict(role), "cache_dir": str(cache_dir), "offline": offline}
         self.channel.say(Kind.JOB, **job, logs=dict(logs))
@@ -70,9 +72,11 @@ class WorkerProcess:
         try:
             while True:
                 message = self.channel.receive()
-                self._pulse = self._pulse or Pulse()
-                self._pulse.beat()
-                if message.kind is Kind.JOINED:
+                if self._pulse is not None:
+                    self._pulse.beat()
+                if message.kind is Kind.READY:
+                    self._pulse = Pulse()
+                elif message.kind is Kind.JOINED:
                     self.joined.set_result((message.fields["rank"], message.fields["num_processes"]))
                 elif message.kind is Kind.FAILED:
                     self.failure = error_of("worker", message.fields)
