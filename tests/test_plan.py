@@ -19,7 +19,8 @@ from jaxinfer import plan_report
 from jaxinfer.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedError
 from jaxinfer.models.cards import CARDS
 from jaxinfer.models.decoder import Stage, decoder_structure
-from jaxinfer.plan import Plan, PlanRequest, make_plan, weight_bytes
+from jaxinfer.plan import Plan, make_plan
+from jaxinfer.plan_sizes import PlanRequest, weight_bytes
 from sharding.compile import CompileError
 from sharding.rules import MeshError, ShardingRules
 
