@@ -530,7 +530,8 @@ def plan(
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # chips are described: those that are here stay free
     check_top_level_packages("sharding", "pallas_kernels")
     from jaxinfer import plan_report
-    from jaxinfer.plan import PlanRequest, make_plan
+    from jaxinfer.plan import make_plan
+    from jaxinfer.plan_sizes import PlanRequest
 
     if plot is not None:
         plan_report.check_plotting(plot)

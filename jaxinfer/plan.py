@@ -14,57 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from jaxinfer.config import ModelConfig
 from jaxinfer.engine.programs import POOL_AXES, StepSpecs, forward_shapes, make_forward, make_sample, row_shapes
 from jaxinfer.errors import InvalidArgumentError, UnsupportedError
-from jaxinfer.kv_cache.pool import page_bytes, pool_spec
+from jaxinfer.kv_cache.pool import pool_spec
 from jaxinfer.models.cards import CARDS
-from jaxinfer.models.decoder import DecoderStructure, Stage, decoder_structure
-from jaxinfer.models.layers import WeightSpec
+from jaxinfer.models.decoder import DecoderStructure
 from jaxinfer.models.partition import Partition
-from jaxinfer.sampling.logit_rules import rules_bytes
-from pallas_kernels.dispatch import Device, device_of
+from jaxinfer.plan_sizes import DTYPE, KV_DTYPES, WEIGHTS, PlanRequest, Sizes
+from pallas_kernels.dispatch import device_of
 from sharding.compile import CompiledStep, CompileError, compile_for
-from sharding.hardware import Chip, HardwareError, described_devices, parse_devices
+from sharding.hardware import HardwareError, described_devices, parse_devices
 from sharding.mesh import MeshConfig
-from sharding.planner import Assumptions, Attention, Deployment, Exchange, StageCosts, Work, best
-from sharding.rules import MeshError, ShardingRules
-
-DTYPE = jnp.bfloat16  # of activations, and of weights and pages that are not quantized
-WEIGHTS = ("bf16", "int8", "int4")
-KV_DTYPES = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
-GROUP = 128  # inputs that share an int4 weight's scale
-
-_DEFAULTS = EngineConfig()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """What to plan for.
-
-    Attributes:
-      model: a name in `CARDS`, or a checkpoint on this machine, as `--model` takes it.
-      chips: kind and number of devices, as `h200:8`; one may be left out.
-      mesh: as `MeshConfig.parse` takes it, or "auto": the fastest that fits of all that use every device.
-      weights, kv: "bf16", "int8", "int4"; "bf16", "int8", "fp8".
-      context: tokens of a sequence, prompt and output together; None is the model's own limit.
-      concurrency: sequences at once, all at their full length.
-      compiles: False takes arithmetic alone, and assumes what only a compiler knows.
-    """
-
-    model: str
-    chips: str
-    mesh: str = "auto"
-    weights: str = "bf16"
-    kv: str = "bf16"
-    context: int | None = None
-    concurrency: int = 8
-    max_num_batched_tokens: int = _DEFAULTS.max_num_batched_tokens
-    page_size: int = _DEFAULTS.page_size
-    compiles: bool = True
+from sharding.planner import Assumptions, Deployment, best
+from sharding.rules import MeshError
 
 
 @dataclass(frozen=True)
@@ -136,7 +101,7 @@ def make_plan(
         chip, num_devices = parse_devices(request.chips)
     except HardwareError as error:
         raise InvalidArgumentError("chips", request.chips, str(error)) from error
-    sizes = _Sizes(request, model, chip, context)
+    sizes = Sizes(request, model, chip, context)
     candidates = tuple(_candidates(sizes, num_devices))
     possible = [each.deployment for each in candidates if each.deployment is not None]
     if not possible:
@@ -186,170 +151,10 @@ def _check(request: PlanRequest) -> None:
             raise InvalidArgumentError(name, value, f"at least {least}")
 
 
-# ---- Sizes
+# ---- Meshes
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """A model's sizes on meshes of one kind of chip."""
-
-    request: PlanRequest
-    model: ModelConfig
-    chip: Chip
-    context: int
-
-    @property
-    def kv_dtype(self) -> Any:
-        return KV_DTYPES[self.request.kv]
-
-    @property
-    def device(self) -> Device:
-        return Device(self.chip.platform, self.chip.device_kinds[0])
-
-    def structures(self, mesh: MeshConfig) -> list[DecoderStructure]:
-        """Of each stage, in 16 bits.
-
-        The one place that makes them: with `quantize` here, steps over quantized weights would be compiled, and
-        `weight_bytes` and `_dequantized_bytes` below be what the structure says.
-
-        Raises:
-          MeshError: the model cannot be split so.
-        """
-        if mesh.expert > 1:
-            raise MeshError(f"expert={mesh.expert}: no model here has experts; use expert=1")
-        partition = Partition.of(self.model, mesh.rules())
-        stages = Stage.split(len(self.model.layers), mesh.stage)
-        return [decoder_structure(self.model, DTYPE, partition, stage) for stage in stages]
-
-    def scheduler(self, mesh: MeshConfig, num_pages: int = 1) -> SchedulerConfig:
-        """Of one replica."""
-        sequences = -(-self.request.concurrency // mesh.data)
-        return SchedulerConfig(
-            max_num_seqs=sequences,
-            max_num_batched_tokens=max(self.request.max_num_batched_tokens, sequences),
-            max_model_len=self.context,
-            page_size=self.request.page_size,
-            num_pages=num_pages,
-        )
-
-    def deployment(self, mesh: MeshConfig) -> Deployment:
-        """With temporaries assumed.
-
-        Raises: as `structures`.
-        """
-        scheduler = self.scheduler(mesh)
-        return Deployment(
-            chip=self.chip,
-            stages=tuple(self._costs(structure, scheduler) for structure in self.structures(mesh)),
-            stage_devices=mesh.tensor * mesh.expert,
-            replicas=mesh.data,
-            context=self.context,
-            concurrency=self.request.concurrency,
-            page_size=self.request.page_size,
-            chunk=scheduler.max_num_batched_tokens,
-            assumptions=Assumptions.of(self.chip),
-        )
-
-    def _costs(self, structure: DecoderStructure, scheduler: SchedulerConfig) -> StageCosts:
-        model, partition, stage, rules = self.model, structure.partition, structure.stage, structure.partition.rules
-        held = {path: weight_bytes(path, spec, rules, self.request.weights) for path, spec in structure.specs.items()}
-        layers, head = Work(), Work()
-        for path, spec in structure.specs.items():
-            flops = 2 * math.prod(spec.shape) // _ways(spec, rules) if len(spec.shape) == 2 else 0
-            if path == "head" or (path == "embed" and stage.is_last and model.tie_embeddings):
-                head = Work(read_bytes=held[path], flops=flops)
-            elif path != "embed":  # of which a step reads its tokens' rows
-                layers = Work(read_bytes=layers.read_bytes + held[path], flops=layers.flops + flops)
-        kv_heads, vocab = rules.ways("kv_heads"), rules.ways("vocab")
-
-        def a_page(num_layers: int) -> int:
-            heads = partition.num_kv_heads, model.head_dim
-            return page_bytes(num_layers, *heads, scheduler.page_size, self.kv_dtype, self.device) // kv_heads
-
-        windows = [layer.window for layer in stage.layers_of(model)]
-        return StageCosts(
-            weight_bytes=sum(held.values()),
-            slot_bytes=rules_bytes(1, partition.vocab_size) // vocab if stage.is_last else 0,
-            temp_bytes=_assumed_temporaries(model, partition, scheduler) + self._dequantized_bytes(structure),
-            page_bytes=a_page(len(windows)),
-            layers=layers,
-            head=head,
-            attention=tuple(
-                Attention(
-                    kv_bytes=a_page(windows.count(window)) / scheduler.page_size,
-                    flops=4 * windows.count(window) * model.num_heads * model.head_dim // rules.ways("heads"),
-                    window=window,
-                )
-                for window in dict.fromkeys(windows)
-            ),
-            exchanges=_exchanges(structure),
-            sent_bytes=0 if stage.is_last else model.hidden_size * DTYPE.dtype.itemsize,
-        )
-
-    def _dequantized_bytes(self, structure: DecoderStructure) -> int:
-        """Where no kernel reads int4 in groups, XLA writes a prompt's weights out in 16 bits (docs/kernels.md)."""
-        gpu, rules = self.chip.gpu, structure.partition.rules
-        if self.request.weights != "int4" or gpu is None or gpu.compute_capability == (9, 0):
-            return 0
-        return max(
-            weight_bytes(path, spec, rules, "bf16") for path, spec in structure.specs.items() if _quantizes(path, spec)
-        )
-
-
-def _ways(spec: WeightSpec, rules: ShardingRules) -> int:
-    return math.prod(rules.ways(axis) for axis in spec.axes)
-
-
-def _quantizes(path: str, spec: WeightSpec) -> bool:
-    """Matrices of the layers; embedding and head stay wide, as do norms and biases."""
-    return path.startswith("layers.") and len(spec.shape) == 2
-
-
-def weight_bytes(path: str, spec: WeightSpec, rules: ShardingRules, weights: str) -> int:
-    """What one device holds of a weight.
-
-    int8 has a float32 scale for each output; int4 a bfloat16 one for each group of 128 inputs, with inputs padded so
-    that every device has whole groups (`pallas_kernels.quantized_matmul.weights`).
-    """
-    if weights == "bf16" or not _quantizes(path, spec):
-        return math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize // _ways(spec, rules)
-    outputs, inputs = (size // rules.ways(axis) for size, axis in zip(spec.shape, spec.axes, strict=True))
-    if weights == "int8":
-        return outputs * inputs + 4 * outputs
-    groups = -(-inputs // GROUP)
-    return outputs * groups * (GROUP // 2 + 2)
-
-
-def _exchanges(structure: DecoderStructure) -> tuple[Exchange, ...]:
-    """An all-reduce after each product over a split axis, and after a lookup in a split vocabulary."""
-    rules, all_reduces = structure.partition.rules, list[int]()
-    for path, spec in structure.specs.items():
-        if len(spec.shape) != 2 or path == "head" or (path == "embed" and not structure.stage.is_first):
-            continue
-        over, rest = (0, 1) if path == "embed" else (1, 0)
-        if rules.ways(spec.axes[over]) > 1:
-            all_reduces.append(spec.shape[rest] // rules.ways(spec.axes[rest]) * DTYPE.dtype.itemsize)
-    devices = math.prod(size for _, size in rules.sizes)
-    return tuple(
-        Exchange(kind="all-reduce", count=all_reduces.count(size), bytes_per_token=size, devices=devices)
-        for size in dict.fromkeys(all_reduces)
-    )
-
-
-def _assumed_temporaries(model: ModelConfig, partition: Partition, scheduler: SchedulerConfig) -> int:
-    """Activations of the largest step, or logits of the most rows with their sorts, a few times each.
-
-    Compilers need less: 0.2 GB where this says 0.26, for Llama-3-8B on an H200.
-    """
-    rules, T, R = partition.rules, scheduler.max_num_batched_tokens, scheduler.max_rows
-    heads = (model.num_heads + 2 * partition.num_kv_heads) * model.head_dim // rules.ways("heads")
-    wide = 3 * partition.intermediate_size // rules.ways("feed_forward")
-    activations = T * (4 * model.hidden_size + heads + wide) * DTYPE.dtype.itemsize
-    logits = R * partition.vocab_size // rules.ways("vocab") * 4
-    return max(2 * activations, 8 * logits)
-
-
-def _candidates(sizes: _Sizes, num_devices: int) -> list[Candidate]:
+def _candidates(sizes: Sizes, num_devices: int) -> list[Candidate]:
     """What was asked for, or every split of all devices into replicas, stages and tensor shards."""
     try:
         if sizes.request.mesh != "auto":
@@ -379,7 +184,7 @@ def _candidates(sizes: _Sizes, num_devices: int) -> list[Candidate]:
 
 
 def _compiled(
-    sizes: _Sizes, mesh: MeshConfig, deployment: Deployment, num_devices: int, progress: Callable[[str, int, int], None]
+    sizes: Sizes, mesh: MeshConfig, deployment: Deployment, num_devices: int, progress: Callable[[str, int, int], None]
 ) -> tuple[Deployment, tuple[Program, ...], list[str]]:
     """The deployment with the compiler's temporaries, its programs, and notes.
 
@@ -416,7 +221,7 @@ def _compiled(
     progress("compile", len(jobs), len(jobs))
     temporaries = [max(p.step.temp_bytes for p in programs if number in p.stages) for number in range(len(structures))]
     stages = zip(deployment.stages, structures, temporaries, strict=True)
-    costs = [replace(costs, temp_bytes=temp + sizes._dequantized_bytes(s)) for costs, s, temp in stages]
+    costs = [replace(costs, temp_bytes=temp + sizes.dequantized_bytes(s)) for costs, s, temp in stages]
     notes = [f"compiled with a pool of {num_pages} pages of {deployment.page_size} tokens"]
     if any(after.temp_bytes > before.temp_bytes for before, after in zip(deployment.stages, costs, strict=True)):
         notes.append(
@@ -442,7 +247,7 @@ def _pages_to_compile(deployment: Deployment) -> int:
 
 
 def _programs(
-    sizes: _Sizes, mesh: MeshConfig, structure: DecoderStructure, submesh: Mesh, num_pages: int
+    sizes: Sizes, mesh: MeshConfig, structure: DecoderStructure, submesh: Mesh, num_pages: int
 ) -> list[tuple[str, int, Callable[[], CompiledStep]]]:
     """Name, tokens (or rows) and compilation of a stage's programs: those that the engine would run."""
     model, rules, stage = sizes.model, structure.partition.rules, structure.stage
@@ -485,7 +290,7 @@ def _programs(
 # ---- What to know
 
 
-def _notes(sizes: _Sizes, mesh: MeshConfig, num_devices: int) -> list[str]:
+def _notes(sizes: Sizes, mesh: MeshConfig, num_devices: int) -> list[str]:
     request, chip = sizes.request, sizes.chip
     notes = Partition.of(sizes.model, mesh.rules()).notes(sizes.model)
     if mesh.num_devices < num_devices:
@@ -495,7 +300,7 @@ def _notes(sizes: _Sizes, mesh: MeshConfig, num_devices: int) -> list[str]:
             f"{request.weights} weights, which the engine does not serve yet, as its kernels take them: matrices of "
             "the layers; embedding, head and norms stay as they are"
         )
-    if sizes._dequantized_bytes(sizes.structures(mesh)[0]):
+    if sizes.dequantized_bytes(sizes.structures(mesh)[0]):
         notes.append(
             f"no kernel reads int4 in groups on {chip.name}: long steps write a matrix out in 16 bits, which is "
             "counted in temporaries, and take longer than the roofline"

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import sys
 
-from jaxinfer.plan import PlanRequest, make_plan
+from jaxinfer.plan import make_plan
 from jaxinfer.plan_report import to_json
+from jaxinfer.plan_sizes import PlanRequest
 
 if __name__ == "__main__":
     model, chips, *options = sys.argv[1:]

@@ -18,10 +18,11 @@ from rich.console import Console
 from jaxinfer import plan_report
 from jaxinfer.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedError
 from jaxinfer.models.cards import CARDS
-from jaxinfer.models.decoder import Stage, decoder_structure
-from jaxinfer.plan import Plan, PlanRequest, make_plan, weight_bytes
+from jaxinfer.models.decoder import decoder_structure
+from jaxinfer.plan import Plan, make_plan
+from jaxinfer.plan_sizes import PlanRequest, weight_bytes
 from sharding.compile import CompileError
-from sharding.rules import MeshError, ShardingRules
+from sharding.rules import ShardingRules
 
 STEPS = Path(__file__).with_name("plan_steps.py")
 
@@ -122,15 +123,6 @@ def test_a_tied_embedding_is_held_once_and_read_as_the_head():
     stage = plan("smollm2-135m-instruct", "v5e").deployment.stages[0]
     assert stage.head.read_bytes == 49152 * 576 * 2
     assert stage.weight_bytes == stage.layers.read_bytes + stage.head.read_bytes
-
-
-def test_layers_are_split_into_stages_evenly():
-    assert [(s.first_layer, s.end_layer) for s in Stage.split(10, 4)] == [(0, 2), (2, 5), (5, 7), (7, 10)]
-    with pytest.raises(MeshError, match="stage=3: the model has 2 layers"):
-        Stage.split(2, 3)
-
-
-# ---- Meshes
 
 
 def test_auto_compares_every_split_of_all_devices():
