@@ -12,7 +12,7 @@ CANDIDATES_BYTES = 64 * 64 * 8 + 512  # 64 of 64 rows, with their ids; a gathere
 
 
 @pytest.mark.slow
-@compilers.each_environment
+@compilers.newest_environment
 @pytest.mark.parametrize(("chips", "attention"), [("h200:1", "mosaic_gpu"), ("v6e:2", "tpu_custom_call")])
 def test_llama_3_8b_with_64_sequences_of_4096_tokens(environment, chips, attention):
     step = compilers.run(environment, STEPS, "llama-3-8b", chips)
