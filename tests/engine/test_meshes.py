@@ -120,6 +120,30 @@ def test_tokens_equal_those_of_one_device(folder: Path, cache_dir: Path, expecte
 
 
 @pytest.mark.slow
+def test_a_replica_whose_pages_are_full_blocks_no_other(folder: Path, cache_dir: Path):
+    """Five long requests with one prefix go to one replica, whose pages hold one and a half of them."""
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, skip_special_tokens=False)
+    with start(folder, cache_dir, "data=2,tensor=2") as engine:
+        long = [Answer(f"long{number}") for number in range(5)]
+        for number, answer in enumerate(long):
+            token_ids = [*range(100, 120), *range(200 + number, 210 + number)]
+            engine.submit(Request(request_id=answer.request_id, params=params, token_ids=token_ids), answer.sink)
+        for number in range(3):
+            answer = Answer(f"short{number}")
+            request = Request(
+                request_id=answer.request_id, params=replace(params, max_tokens=2), token_ids=[7 + number]
+            )
+            engine.submit(request, answer.sink)
+            assert len(answer.tokens) == 2
+        assert sum(not answer.over for answer in long) >= 3
+        for answer in long:
+            answer.check()
+        full, other = engine.replica_stats()
+        assert (full.output_tokens_total, other.output_tokens_total) == (5 * 30, 3 * 2)
+        assert full.preemptions_total > 0
+
+
+@pytest.mark.slow
 def test_a_mesh_is_swapped_while_requests_run(folder: Path, cache_dir: Path, expected: list[Answer]):
     """Through KV copies and padding, more and fewer replicas and stages, and back; new requests come meanwhile."""
     # On one device a page takes twice the bytes that it takes on each of two.
