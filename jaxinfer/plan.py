@@ -198,14 +198,8 @@ def _compiled(
         hint = "; --no-compile plans by arithmetic alone"
         raise UnsupportedError(f"{error}{hint}") from error
     if sizes.chip.platform == "tpu" and not _tpu_compiles(sizes, mesh, deployment):
-        return (
-            deployment,
-            (),
-            [
-                "not compiled: a TPU's compiler refuses what its memory cannot hold, which is so of the step in 16 bits; "
-                "temporaries and collectives are assumed"
-            ],
-        )
+        why = "a TPU's compiler refuses what its memory cannot hold, and so the step in 16 bits"
+        return deployment, (), [f"not compiled: {why}; temporaries and collectives are assumed"]
     structures, num_pages = sizes.structures(mesh), _pages_to_compile(deployment)
     alike: dict[Any, list[int]] = {}
     for number, structure in enumerate(structures):
