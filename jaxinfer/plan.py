@@ -197,10 +197,9 @@ def _compiled(
     except HardwareError as error:
         hint = "; --no-compile plans by arithmetic alone"
         raise UnsupportedError(f"{error}{hint}") from error
-    fullest = max(m.weights + m.sampling_state + m.temporaries for m in deployment.memory)
-    if sizes.chip.platform == "tpu" and fullest > sizes.chip.usable_bytes:
-        return deployment, (), ["not compiled: a TPU's compiler refuses what its memory cannot hold; temporaries and "
-                                "collectives are assumed"]  # fmt: skip
+    if sizes.chip.platform == "tpu" and not _tpu_compiles(sizes, mesh, deployment):
+        why = "a TPU's compiler refuses what its memory cannot hold, and so the step in 16 bits"
+        return deployment, (), [f"not compiled: {why}; temporaries and collectives are assumed"]
     structures, num_pages = sizes.structures(mesh), _pages_to_compile(deployment)
     alike: dict[Any, list[int]] = {}
     for number, structure in enumerate(structures):
@@ -234,6 +233,15 @@ def _compiled(
             "the 16-bit step"
         )
     return replace(deployment, stages=tuple(costs)), tuple(programs), notes
+
+
+def _tpu_compiles(sizes: Sizes, mesh: MeshConfig, deployment: Deployment) -> bool:
+    """Whether the step in 16 bits, whatever the weights, leaves room for the pool that it is compiled with."""
+    for structure, memory in zip(sizes.structures(mesh), deployment.memory, strict=True):
+        wider = structure.bytes_per_device() - memory.weights
+        if wider > (memory.left if deployment.fits else 0):
+            return False
+    return deployment.kv_tokens > 0
 
 
 def _pages_to_compile(deployment: Deployment) -> int:
