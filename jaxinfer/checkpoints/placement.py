@@ -169,8 +169,8 @@ def _rows_of(spec: WeightSpec, part: str | None) -> tuple[int, list[tuple[int, i
         rows = spec.checkpoint_shape[0]
         return rows, [(0, 0, rows)]
     pieces, first, offset = [], 0, 0
-    for name, rows, copies in spec.parts:
-        share = -(-rows * copies // spec.ways)  # of a block
+    for each in spec.parts:
+        (name, rows, copies), share = each, spec.share(each)
         if part in (None, name):
             for block in range(spec.ways):
                 start = block // copies * share

@@ -55,11 +55,12 @@ def stray_compile_count() -> int:
 @contextmanager
 def expected_compiles() -> Iterator[None]:
     """What this thread compiles here is meant to be compiled, though another engine of the process may be serving."""
+    before = getattr(_expecting, "compiles", False)
     _expecting.compiles = True
     try:
         yield
     finally:
-        _expecting.compiles = False
+        _expecting.compiles = before
 
 
 @cache

@@ -199,6 +199,25 @@ class StepSpecs(NamedTuple):
         )
 
 
+def compiled(
+    name: str, jitted: Any, arguments: tuple[Any, ...], mesh: Mesh, executables: ExecutableCache
+) -> jax.stages.Compiled:
+    """A program for a mesh, from disk or compiled and stored.
+
+    Args:
+      name: all that shapes it beside its arguments and the mesh; the cache adds source, versions and device.
+    """
+    devices = list(mesh.devices.flat)
+    key = f"{name} {arguments} {mesh.shape} {[device.id for device in devices]}"
+    program = executables.load(key, devices)
+    if program is None:
+        # Kernels are chosen by the mesh's devices.
+        with expected_compiles(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            program = jitted.lower(*arguments).compile()
+        executables.store(key, program)
+    return program
+
+
 def load_or_compile(
     structures: Sequence[DecoderStructure],
     model: ModelConfig,
@@ -223,18 +242,9 @@ def load_or_compile(
         name: str, function: Callable[..., Any], donated: tuple[int, ...], arguments: tuple[Any, ...], results: Any,
         mesh: Mesh,
     ) -> Any:  # fmt: skip
-        # The key holds all that shapes the program; the cache adds source, versions and device.
-        devices = list(mesh.devices.flat)
-        key = f"{name} {model} {structures} {arguments} {results} {mesh.shape} {[device.id for device in devices]}"
-        compiled = executables.load(key, devices)
-        if compiled is None:
-            # Kernels are chosen by the mesh's devices.
-            with expected_compiles(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                shardings = jax.tree.map(lambda result: result.sharding, results)
-                jitted = jax.jit(function, donate_argnums=donated, out_shardings=shardings)
-                compiled = jitted.lower(*arguments).compile()
-            executables.store(key, compiled)
-        return compiled
+        shardings = jax.tree.map(lambda result: result.sharding, results)
+        jitted = jax.jit(function, donate_argnums=donated, out_shardings=shardings)
+        return compiled(f"{name} {model} {structures} {results}", jitted, arguments, mesh, executables)
 
     def start(
         mesh: Mesh, name: str, function: Callable[..., Any], *arguments: Any, results: Any,

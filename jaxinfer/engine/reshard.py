@@ -88,14 +88,14 @@ def _cut(weight: jax.Array, old: WeightSpec, new: WeightSpec) -> tuple[jax.Array
     pieces, offset = [], 0
     old_parts, new_parts = (spec.parts or (Part("", spec.checkpoint_shape[0]),) for spec in (old, new))
     for before, after in zip(old_parts, new_parts, strict=True):
-        share = -(-before.rows * before.copies // old.ways) if old.parts else blocks.shape[1]
+        share = old.share(before) if old.parts else blocks.shape[1]
         part = blocks[:: before.copies, offset : offset + share]
         offset += share
         part = part.reshape(-1, *weight.shape[1:])[: before.rows]
         if after.copies > 1:
             heads = part.reshape(new.ways // after.copies, -1, *part.shape[1:])
             part = jnp.repeat(heads, after.copies, axis=0).reshape(-1, *part.shape[1:])
-        rows = -(-after.rows * after.copies // new.ways) * new.ways if new.parts else new.shape[0]
+        rows = new.share(after) * new.ways if new.parts else new.shape[0]
         pieces.append(jnp.pad(part, ((0, rows - len(part)), *((0, 0),) * (part.ndim - 1))))
     return tuple(pieces)
 

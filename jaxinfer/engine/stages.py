@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import ModelConfig, SchedulerConfig
 from jaxinfer.engine.executables import ExecutableCache, expected_compiles
-from jaxinfer.engine.programs import StepSpecs, make_forward, make_sample
+from jaxinfer.engine.programs import StepSpecs, compiled, make_forward, make_sample
 from jaxinfer.engine.step_inputs import ForwardShape, RowShape
 from jaxinfer.models.decoder import Stage, decoder_structure
 from jaxinfer.models.partition import Partition
@@ -55,24 +55,15 @@ def head_layers(
          (specs[1].leaves, specs[1].hidden_RD, specs[1].last_tokens, specs[1].rules), rows.pack(None)),
     ]  # fmt: skip
     seconds = []
-    with expected_compiles(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with expected_compiles():  # of the zeros
         for number, (function, arguments, packed) in enumerate(programs):
-            compiled = _compiled(function, (*arguments, specs[number].on_all(packed.shape)), mesh, executables)
+            all_arguments = (*arguments, specs[number].on_all(packed.shape))
+            program = compiled(f"stage cost {structures[number]}", jax.jit(function), all_arguments, mesh, executables)
             zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype, device=spec.sharding), arguments)
-            seconds.append(_seconds(partial(compiled, *zeros, packed)))
+            seconds.append(_seconds(partial(program, *zeros, packed)))
     layers = round(seconds[1] / seconds[0])
     logger.info("the head takes %.2f ms, a layer %.2f ms: as %d layers", 1e3 * seconds[1], 1e3 * seconds[0], layers)
     return layers
-
-
-def _compiled(function: Callable[..., Any], arguments: Any, mesh: Mesh, executables: ExecutableCache) -> Any:
-    devices = list(mesh.devices.flat)
-    key = f"stage cost {function.__qualname__} {arguments} {mesh.shape} {[device.id for device in devices]}"
-    compiled = executables.load(key, devices)
-    if compiled is None:
-        compiled = jax.jit(function).lower(*arguments).compile()
-        executables.store(key, compiled)
-    return compiled
 
 
 def _seconds(run: Callable[[], Any]) -> float:

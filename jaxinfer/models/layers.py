@@ -59,6 +59,10 @@ class WeightSpec:
         """Of the weight as a checkpoint has it, parts one after another."""
         return self.unpadded or self.shape
 
+    def share(self, part: Part) -> int:
+        """Rows of a part in one block."""
+        return -(-part.rows * part.copies // self.ways)
+
 
 def _precision(x: jax.Array) -> lax.Precision:
     # TPUs multiply float32 in bfloat16 unless told otherwise.
