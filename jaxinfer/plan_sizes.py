@@ -12,13 +12,13 @@ from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from jaxinfer.kv_cache.pool import page_bytes
 from jaxinfer.models.decoder import DecoderStructure, Stage, decoder_structure
 from jaxinfer.models.layers import WeightSpec
-from jaxinfer.models.partition import Partition
+from jaxinfer.models.partition import Partition, check_experts
 from jaxinfer.sampling.logit_rules import rules_bytes
 from pallas_kernels.dispatch import Device
 from sharding.hardware import Chip
 from sharding.mesh import MeshConfig
 from sharding.planner import Assumptions, Attention, Deployment, Exchange, StageCosts, Work
-from sharding.rules import MeshError, ShardingRules
+from sharding.rules import ShardingRules
 
 DTYPE = jnp.bfloat16  # of activations, and of weights and pages that are not quantized
 WEIGHTS = ("bf16", "int8", "int4")
@@ -80,8 +80,7 @@ class Sizes:
         Raises:
           MeshError: the model cannot be split so.
         """
-        if mesh.expert > 1:
-            raise MeshError(f"expert={mesh.expert}: no model here has experts; use expert=1")
+        check_experts(mesh)
         partition = Partition.of(self.model, mesh.rules())
         stages = Stage.split(len(self.model.layers), mesh.stage)
         return [decoder_structure(self.model, DTYPE, partition, stage) for stage in stages]

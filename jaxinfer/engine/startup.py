@@ -26,7 +26,7 @@ from jaxinfer.errors import InvalidArgumentError, UnsupportedError
 from jaxinfer.kv_cache.pool import page_bytes
 from jaxinfer.models.decoder import DecoderStructure, Stage, decoder_structure
 from jaxinfer.models.layers import WeightSpec
-from jaxinfer.models.partition import Partition
+from jaxinfer.models.partition import Partition, check_experts
 from jaxinfer.sampling.logit_rules import rules_bytes
 from jaxinfer.text.tokenizer import Tokenizer
 from pallas_kernels.dispatch import device_of
@@ -219,8 +219,7 @@ def lay_out(
 def _mesh(config: EngineConfig) -> tuple[MeshConfig, list[list[Mesh]]]:
     try:
         mesh = MeshConfig.parse(config.mesh)
-        if mesh.expert > 1:
-            raise MeshError(f"expert={mesh.expert}: no model here has experts; use expert=1")
+        check_experts(mesh)
         submeshes = mesh.build()
         check_processes(mesh, submeshes)
         return mesh, submeshes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxinfer.config import ModelConfig
+from sharding.mesh import MeshConfig
 from sharding.rules import MeshError, ShardingRules
 
 WORD = 32  # tokens of a word of flags: a shard of the vocabulary has whole words
@@ -64,6 +65,12 @@ class Partition:
             if padded > ours:
                 notes.append(f"{name} {ours} padded with zeros to {padded} (+{padded / ours - 1:.1%})")
         return notes
+
+
+def check_experts(mesh: MeshConfig) -> None:
+    """Raises MeshError for a mesh that splits experts."""
+    if mesh.expert > 1:
+        raise MeshError(f"expert={mesh.expert}: no model here has experts; use expert=1")
 
 
 def _heads_divide(model: ModelConfig, ways: int) -> bool:
