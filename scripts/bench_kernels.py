@@ -28,7 +28,7 @@ import numpy as np
 from pallas_kernels.dispatch import current_device
 from pallas_kernels.paged_attention import paged_attention, pool_spec
 from pallas_kernels.paged_attention.layout import QuantizedKV
-from pallas_kernels.quantized_matmul import GroupedWeight, Int8Weight, quantized_matmul
+from pallas_kernels.quantized_matmul import ChannelWeight, GroupedWeight, quantized_matmul
 
 bf16 = jnp.bfloat16
 RUNS = 7
@@ -183,7 +183,7 @@ def four_bits(x: jax.Array, dtype: Any) -> jax.Array:
 def weight(kind: str, I: int, O: int, seed: int) -> Any:  # noqa: E741
     group = min(128, I)
     if kind in ("int8", "w8a8"):
-        return Int8Weight(random(seed, (I, O), jnp.int8), jnp.full((O,), 1e-3, jnp.float32))
+        return ChannelWeight(random(seed, (I, O), jnp.int8), jnp.full((O,), 1e-3, jnp.float32))
     if kind == "bfloat16":
         return random(seed, (I, O))
     scales = jnp.full((I // group, O), 1e-2, bf16)

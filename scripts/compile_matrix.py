@@ -172,7 +172,7 @@ def _matmul(implementation: str, each: dict[str, Any]) -> Program:
     import jax.numpy as jnp
 
     from jaxinfer.models.cards import CARDS
-    from pallas_kernels.quantized_matmul import GroupedWeight, Int8Weight, quantized_matmul
+    from pallas_kernels.quantized_matmul import ChannelWeight, GroupedWeight, quantized_matmul
 
     model, tensor = CARDS[each["model"]], each["tensor"]
     D, F, H = model.hidden_size, model.intermediate_size, model.head_dim
@@ -188,7 +188,7 @@ def _matmul(implementation: str, each: dict[str, Any]) -> Program:
     kind, groups = each["weight"], -(-inputs // each["group"])
     inputs = groups * each["group"]  # padded to whole groups
     if kind in ("int8", "w8a8"):
-        w: Any = Int8Weight(spec((inputs, outputs), jnp.int8), spec((outputs,), jnp.float32))
+        w: Any = ChannelWeight(spec((inputs, outputs), jnp.int8), spec((outputs,), jnp.float32))
     else:
         by_group = lambda dtype: spec((groups, outputs), dtype)
         w = GroupedWeight(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from gguf.quants import dequantize
 
 from jaxinfer.checkpoints.reader import Index, MappedFile, TensorInfo, check_disjoint, shown
 from jaxinfer.errors import CheckpointError, UnsupportedError
+from jaxinfer.quantization.tensor import Packed, Scheme
 
 _FLOATS = {
     "F32": np.dtype(np.float32),
@@ -54,6 +56,7 @@ class GGUFReader:
     """
 
     dtypes = frozenset((*_FLOATS, *QUANTIZED))
+    schemes: Mapping[str, Scheme] = {}
 
     def __init__(self, path: Path):
         self.path = path
@@ -89,6 +92,9 @@ class GGUFReader:
         # As one long row: gguf takes 16 rows at a time, which are too few to keep NumPy out of Python.
         floats = dequantize(blocks.reshape(1, -1), kind)
         return floats.reshape(*blocks.shape[:-2], -1)[..., start - first * elements : stop - first * elements]
+
+    def read_packed(self, name: str, rows: slice = slice(None)) -> Packed:
+        raise AssertionError(f"{name} is in floats")
 
     def chunks(self, name: str) -> None:
         return None

@@ -6,7 +6,7 @@ arrays, laid out by mesh (docs/decisions/0009-orbax-layout.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import tensorstore
 
 from jaxinfer.checkpoints.reader import Index, TensorInfo, shown
 from jaxinfer.errors import CheckpointError
+from jaxinfer.quantization.tensor import Packed, Scheme
 
 _NODE_CACHE_BYTES = 100_000_000  # of the index of arrays and chunks, which else is read once for each of them
 
@@ -30,6 +31,7 @@ class OrbaxReader:
     """
 
     dtypes = frozenset({"float32", "bfloat16", "float16"})
+    schemes: Mapping[str, Scheme] = {}
 
     def __init__(self, path: Path, names: Iterable[str]):
         self.path = path
@@ -54,6 +56,9 @@ class OrbaxReader:
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         return self._said(name, self._arrays[name][index].read())
+
+    def read_packed(self, name: str, rows: slice = slice(None)) -> Packed:
+        raise AssertionError(f"{name} is in floats")
 
     def chunks(self, name: str) -> tuple[int, ...]:
         return self._arrays[name].chunk_layout.read_chunk.shape  # type: ignore[return-value]  # zarr always has one

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import mmap
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxinfer.errors import CheckpointError
+from jaxinfer.quantization.tensor import Packed, Scheme
 
 type Index = tuple[slice, ...]  # of the first dimensions of an array, each from a start to a stop
 
@@ -30,14 +31,23 @@ class TensorReader(Protocol):
       path: the file or folder, for messages.
       tensors: every tensor there is, by name.
       dtypes: those dtypes that `read` can turn into floats.
+      schemes: of those tensors that are quantized; matrices all.
     """
 
     path: Path
     tensors: dict[str, TensorInfo]
     dtypes: frozenset[str]
+    schemes: Mapping[str, Scheme]
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Returns `tensor[index]` as floats: a view of the mapped file, or a copy."""
+
+    def read_packed(self, name: str, rows: slice = slice(None)) -> Packed:
+        """Returns rows of a tensor that has a scheme, its numbers exactly those that the file means.
+
+        Raises:
+          CheckpointError: they mean none; the message names the tensor.
+        """
 
     def chunks(self, name: str) -> tuple[int, ...] | None:
         """The shape of the pieces that the file keeps whole; None if a slice of any shape costs no more than itself."""

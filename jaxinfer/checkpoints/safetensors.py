@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from jaxinfer.checkpoints.reader import Index, MappedFile, TensorInfo, check_disjoint, read_json, shown
 from jaxinfer.errors import CheckpointError
+from jaxinfer.quantization.tensor import Packed, Scheme
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -48,6 +50,7 @@ class SafetensorsReader:
     """
 
     dtypes = frozenset(_DTYPES)
+    schemes: Mapping[str, Scheme] = {}
 
     def __init__(self, folder: Path):
         self.path = folder
@@ -63,6 +66,9 @@ class SafetensorsReader:
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         info, place = self.tensors[name], self._places[name]
         return place.file.array(place.offset, info.shape, _DTYPES[info.dtype])[index]
+
+    def read_packed(self, name: str, rows: slice = slice(None)) -> Packed:
+        raise AssertionError(f"{name} is in floats")
 
     def chunks(self, name: str) -> None:
         return None

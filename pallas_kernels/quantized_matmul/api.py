@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import KernelError, choose, current_device
 from pallas_kernels.quantized_matmul import reference, xla
-from pallas_kernels.quantized_matmul.weights import GroupedWeight, Int8Weight, Weight
+from pallas_kernels.quantized_matmul.weights import GROUP_SIZES, ChannelWeight, GroupedWeight, Weight
 
-GROUP_SIZES = (16, 32, 64, 128)
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
 _ACTIVATIONS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float32)))
-_GROUPED = tuple(map(jnp.dtype, (jnp.int4, jnp.uint4, jnp.int8)))
+_CHANNEL = tuple(map(jnp.dtype, (jnp.int8, jnp.float8_e4m3fn)))
+_GROUPED = tuple(map(jnp.dtype, (jnp.int4, jnp.uint4, jnp.int8, jnp.float8_e4m3fn)))
 
 
 def quantized_matmul(
@@ -30,9 +30,9 @@ def quantized_matmul(
 
     Args:
       x_TI: bfloat16 or float32.
-      w: `Int8Weight`, or `GroupedWeight` with groups of 16, 32, 64 or 128 inputs.
+      w: `ChannelWeight`, or `GroupedWeight` with groups of 16, 32, 64 or 128 inputs.
       activations: "int8" rounds each row of x to int8, its largest magnitude to 127, and multiplies integers; for
-        `Int8Weight` alone.
+        `ChannelWeight` alone.
       out_dtype: float32, bfloat16 or float16; x's by default.
       implementation: force one by name ("mosaic_gpu", "xla", "reference"), instead of choosing by device.
 
@@ -43,7 +43,7 @@ def quantized_matmul(
       KernelError: shapes, dtypes or the group size do not fit, or the forced implementation cannot serve the call.
     """
     _check_activations(x_TI, w, activations)
-    _check_int8(w) if isinstance(w, Int8Weight) else _check_grouped(w)
+    _check_channel(w) if isinstance(w, ChannelWeight) else _check_grouped(w)
     dtype = jnp.dtype(x_TI.dtype if out_dtype is None else out_dtype)
     if dtype not in _FLOATS:
         raise KernelError(f"out_dtype is {dtype}; it is one of {_names(_FLOATS)}")
@@ -69,8 +69,8 @@ def _refused_by_mosaic_gpu(x_TI: jax.Array, w: Weight) -> str | None:
     device = current_device()
     if device.platform != "gpu" or not any(name in device.kind for name in ("H100", "H200")):
         return f"needs a Hopper GPU (H100, H200), not {device.kind}"
-    if isinstance(w, Int8Weight) or w.values_GJO.dtype == jnp.int8:
-        return "serves 4-bit weights; XLA reads int8 ones as they are"
+    if isinstance(w, ChannelWeight) or jax.dtypes.itemsize_bits(w.values_GJO.dtype) != 4:
+        return "serves 4-bit weights; XLA reads those of 8 bits as they are"
     if x_TI.dtype != jnp.bfloat16:
         return f"serves bfloat16 activations, not {x_TI.dtype}"
     if w.shape[1] % 256:
@@ -83,22 +83,22 @@ def _check_activations(x_TI: jax.Array, w: Weight, activations: str | None) -> N
         raise KernelError(f"x is {x_TI.shape}; it has two dimensions, rows and inputs, each at least 1")
     if x_TI.dtype not in _ACTIVATIONS:
         raise KernelError(f"x is {x_TI.dtype}; it is one of {_names(_ACTIVATIONS)}")
-    if not isinstance(w, Int8Weight | GroupedWeight):
-        raise KernelError(f"w is a {type(w).__name__}; it is an Int8Weight or a GroupedWeight")
+    if not isinstance(w, ChannelWeight | GroupedWeight):
+        raise KernelError(f"w is a {type(w).__name__}; it is a ChannelWeight or a GroupedWeight")
     if activations not in (None, "int8"):
         raise KernelError(f"activations is {activations!r}; it is None or 'int8'")
-    if activations == "int8" and not isinstance(w, Int8Weight):
-        raise KernelError("activations='int8' needs an Int8Weight: sums over groups have scales of their own")
-    values, ndim = (w.values_IO, 2) if isinstance(w, Int8Weight) else (w.values_GJO, 3)
+    if activations == "int8" and not (isinstance(w, ChannelWeight) and w.values_IO.dtype == jnp.int8):
+        raise KernelError("activations='int8' needs a ChannelWeight of int8: sums over groups have their own scales")
+    values, ndim = (w.values_IO, 2) if isinstance(w, ChannelWeight) else (w.values_GJO, 3)
     if values.ndim != ndim or 0 in values.shape:
         raise KernelError(f"the weight's values are {values.shape}; they have {ndim} dimensions, each at least 1")
     if w.shape[0] != x_TI.shape[1]:
         raise KernelError(f"x has {x_TI.shape[1]} inputs and the weight {w.shape[0]}")
 
 
-def _check_int8(w: Int8Weight) -> None:
-    if w.values_IO.dtype != jnp.int8:
-        raise KernelError(f"an Int8Weight's values are int8, not {w.values_IO.dtype}")
+def _check_channel(w: ChannelWeight) -> None:
+    if w.values_IO.dtype not in _CHANNEL:
+        raise KernelError(f"a ChannelWeight's values are {w.values_IO.dtype}; they are one of {_names(_CHANNEL)}")
     _check_floats("scale", w.scale_O, w.shape[1:])
 
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantized_matmul.weights import GroupedWeight, Int8Weight, Weight
+from pallas_kernels.quantized_matmul.weights import ChannelWeight, GroupedWeight, Weight
 
 
 def dequantize(w: Weight) -> jax.Array:
     """The weight's numbers, float32 [I, O]."""
-    if isinstance(w, Int8Weight):
+    if isinstance(w, ChannelWeight):
         return w.values_IO.astype(jnp.float32) * w.scale_O.astype(jnp.float32)
     values = w.values_GJO.astype(jnp.float32)
     if w.zeros_GO is not None:
@@ -33,7 +33,7 @@ def quantize_rows(x_TI: jax.Array) -> tuple[jax.Array, jax.Array]:
 def quantized_matmul(x_TI: jax.Array, w: Weight, *, activations: str | None, out_dtype: jnp.dtype) -> jax.Array:
     """See `api.quantized_matmul`."""
     if activations == "int8":
-        assert isinstance(w, Int8Weight)
+        assert isinstance(w, ChannelWeight)
         q_TI, scale_T1 = quantize_rows(x_TI)
         y_TO = lax.dot(q_TI, w.values_IO, preferred_element_type=jnp.int32).astype(jnp.float32)
         return (y_TO * scale_T1 * w.scale_O.astype(jnp.float32)).astype(out_dtype)

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import jax
 
+GROUP_SIZES = (16, 32, 64, 128)
 
-class Int8Weight(NamedTuple):
-    """w[i, o] = values[i, o] * scale[o], values int8."""
+
+class ChannelWeight(NamedTuple):
+    """w[i, o] = values[i, o] * scale[o], values int8 or float8_e4m3fn."""
 
     values_IO: jax.Array
     scale_O: jax.Array
@@ -26,7 +28,8 @@ class Int8Weight(NamedTuple):
 
 
 class GroupedWeight(NamedTuple):
-    """w[g, j, o] = (values[g, j, o] - zeros[g, o]) * scales[g, o] + minima[g, o], values int4, uint4 or int8.
+    """w[g, j, o] = (values[g, j, o] - zeros[g, o]) * scales[g, o] + minima[g, o], values int4, uint4, int8 or
+    float8_e4m3fn.
 
     At most one of zeros and minima is there. Zero points (AWQ, GPTQ) stay integers, int8, from the least value a
     4-bit weight can have to one above its largest; minima are GGUF's. With the axes in this order XLA on TPU multiplies
@@ -45,4 +48,4 @@ class GroupedWeight(NamedTuple):
         return G * J, O
 
 
-Weight = Int8Weight | GroupedWeight
+Weight = ChannelWeight | GroupedWeight

@@ -22,7 +22,7 @@ from jax import lax
 
 from pallas_kernels.dispatch import current_device
 from pallas_kernels.quantized_matmul.reference import group_sums, quantize_rows
-from pallas_kernels.quantized_matmul.weights import GroupedWeight, Int8Weight, Weight
+from pallas_kernels.quantized_matmul.weights import ChannelWeight, GroupedWeight, Weight
 
 CPU_CHUNK_BYTES = 4 << 20  # of dequantized weight: about what stays in a core's cache
 CPU_ROWS = 8  # with fewer, bfloat16 and int8 products are slow on the CPU
@@ -32,11 +32,11 @@ def quantized_matmul(x_TI: jax.Array, w: Weight, *, activations: str | None, out
     """See `api.quantized_matmul`."""
     platform = current_device().platform
     if activations == "int8":
-        assert isinstance(w, Int8Weight)
+        assert isinstance(w, ChannelWeight)
         return _int8_arithmetic(x_TI, w, pad=platform == "cpu").astype(out_dtype)
     if platform == "cpu":
         y_TO = _by_chunks(x_TI, w)
-    elif isinstance(w, Int8Weight):
+    elif isinstance(w, ChannelWeight):
         y_TO = _int8(x_TI, w)
     elif platform != "tpu" and x_TI.shape[0] < w.values_GJO.shape[1] / 2:
         y_TO = _by_groups(x_TI, w)
@@ -51,7 +51,7 @@ def _einsum(axes: str, x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum(axes, x, w, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _int8_arithmetic(x_TI: jax.Array, w: Int8Weight, *, pad: bool) -> jax.Array:
+def _int8_arithmetic(x_TI: jax.Array, w: ChannelWeight, *, pad: bool) -> jax.Array:
     T = x_TI.shape[0]
     q_TI, scale_T1 = quantize_rows(x_TI)
     q_TI = jnp.pad(q_TI, ((0, max(CPU_ROWS - T, 0) if pad else 0), (0, 0)))
@@ -59,7 +59,7 @@ def _int8_arithmetic(x_TI: jax.Array, w: Int8Weight, *, pad: bool) -> jax.Array:
     return y_TO * scale_T1 * w.scale_O.astype(jnp.float32)
 
 
-def _int8(x_TI: jax.Array, w: Int8Weight) -> jax.Array:
+def _int8(x_TI: jax.Array, w: ChannelWeight) -> jax.Array:
     return _einsum("ti,io->to", x_TI, w.values_IO.astype(x_TI.dtype)) * w.scale_O.astype(jnp.float32)
 
 
@@ -99,7 +99,7 @@ def _by_chunks(x_TI: jax.Array, w: Weight) -> jax.Array:
     I, O = w.shape  # noqa: E741
     if T < CPU_ROWS:
         x_TI = x_TI.astype(jnp.float32)
-    multiply: Callable[..., jax.Array] = _int8 if isinstance(w, Int8Weight) else _whole
+    multiply: Callable[..., jax.Array] = _int8 if isinstance(w, ChannelWeight) else _whole
     largest = max(CPU_CHUNK_BYTES // (I * x_TI.dtype.itemsize), 64)
     size = next((size for size in range(min(largest, O), 63, -1) if O % size == 0), O)
     if size == O:

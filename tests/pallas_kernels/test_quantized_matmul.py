@@ -27,7 +27,7 @@ from jax.experimental import mosaic
 
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Device, KernelError
-from pallas_kernels.quantized_matmul import GroupedWeight, Int8Weight, api, gpu, quantized_matmul, reference, xla
+from pallas_kernels.quantized_matmul import ChannelWeight, GroupedWeight, api, gpu, quantized_matmul, reference, xla
 
 SUM_ERROR, BF16 = 2.0**-16, 2.0**-8
 DEVICES = {"cpu": Device("cpu", "cpu"), "gpu": Device("gpu", "NVIDIA A100-SXM4-80GB"), "tpu": Device("tpu", "TPU v5e")}
@@ -39,8 +39,8 @@ MANY = settings(max_examples=12, deadline=None, suppress_health_check=[HealthChe
 FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def int8_weight(rng: np.random.Generator, I: int, O: int, spread: float = 1.0) -> Int8Weight:  # noqa: E741
-    return Int8Weight(jnp.asarray(rng.integers(-128, 128, (I, O)), jnp.int8), scales(rng, (O,), jnp.float32, spread))
+def int8_weight(rng: np.random.Generator, I: int, O: int, spread: float = 1.0) -> ChannelWeight:  # noqa: E741
+    return ChannelWeight(jnp.asarray(rng.integers(-128, 128, (I, O)), jnp.int8), scales(rng, (O,), jnp.float32, spread))
 
 
 def grouped_weight(
@@ -72,7 +72,7 @@ def scales(rng: np.random.Generator, shape: tuple[int, ...], dtype, spread: floa
 
 def magnitude(w) -> np.ndarray:
     """Sizes of a weight's parts, added: what errors are relative to, [I, O]."""
-    if isinstance(w, Int8Weight):
+    if isinstance(w, ChannelWeight):
         return np.abs(np.asarray(reference.dequantize(w)))
     wide = lambda array: np.abs(np.asarray(array, np.float32))
     sizes = wide(w.values_GJO) + (0 if w.zeros_GO is None else wide(w.zeros_GO)[:, None])
@@ -395,7 +395,7 @@ X, W, W8 = (
         (X, W._replace(zeros_GO=jnp.zeros((2, 8), jnp.int8), minima_GO=W.scales_GO), {}, "not both"),
         (X, W8._replace(values_IO=W8.values_IO.astype(jnp.int4)), {}, "are int8, not int4"),
         (X, W8._replace(scale_O=W8.scale_O[:7]), {}, r"scale: float32 \(7,\)"),
-        (X, W, {"activations": "int8"}, "needs an Int8Weight"),
+        (X, W, {"activations": "int8"}, "needs a ChannelWeight"),
         (X, W8, {"activations": "fp8"}, "activations is 'fp8'"),
         (X, W, {"out_dtype": jnp.int8}, "out_dtype is int8"),
         (X, W, {"implementation": "cuda"}, "no implementation 'cuda'"),
