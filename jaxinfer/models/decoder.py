@@ -132,8 +132,8 @@ class DecoderLayer(nnx.Module):
             return declare(name, (rows, columns), dtype, axes, **options)
 
         qkv = Part("q", N * H), Part("k", K * H, p.kv_copies), Part("v", K * H, p.kv_copies)
-        gate_up = Part("gate", F), Part("up", F)
         qkv_rows, padded = (N + 2 * p.num_kv_heads) * H, p.intermediate_size
+        gate_up = Part("gate", F, padded=padded), Part("up", F, padded=padded)
         self.attn_norm = declare("attn_norm", (D,), jnp.float32, ("model",))
         self.qkv = matrix("qkv", qkv_rows, D, ("heads", "model"), parts=qkv, ways=heads, unpadded=((N + 2 * K) * H, D))
         self.o = matrix("o", D, N * H, ("model", "heads"))
