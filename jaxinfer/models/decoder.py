@@ -374,3 +374,13 @@ def decoder_structure(
     assert sorted(paths) == sorted(declared), "a weight's declared path differs from its place in the module"
     specs = {stage.model_path(path): declared[path] for path in paths}
     return DecoderStructure(graphdef, jax.tree.structure(state), specs, partition, stage)
+
+
+def matrices(config: ModelConfig, dtype: Any) -> dict[str, tuple[int, int]]:
+    """Shape [out, in] of each matrix, or of each part of a fused one, by the name that `Schemes` has for it."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, spec in decoder_structure(config, dtype).specs.items():
+        if len(spec.shape) == 2:
+            rows = [part.rows for part in spec.parts] or [spec.shape[0]]
+            found |= {key: (count, spec.shape[1]) for key, count in zip(spec.keys(path), rows, strict=True)}
+    return found
