@@ -63,6 +63,9 @@ MaxModelLenOption = Annotated[
 MaxNumSeqsOption = Annotated[int, typer.Option(min=1, help="Most sequences that run at once.")]
 MaxBatchedOption = Annotated[int, typer.Option(min=1, help="Token budget of a step.")]
 PageSizeOption = Annotated[int, typer.Option(min=1, help="Tokens a page of the KV cache.")]
+KvDtypeOption = Annotated[
+    str, typer.Option("--kv-cache-dtype", help="Of the KV cache: auto (that of activations), int8 or fp8.")
+]
 KvCacheOption = Annotated[
     float | None, typer.Option(min=0.001, help="GiB of the KV cache. \\[default: 1 on a CPU, else what is free]")
 ]
@@ -114,6 +117,7 @@ def serve(
     max_num_seqs: MaxNumSeqsOption = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: MaxBatchedOption = _DEFAULTS.max_num_batched_tokens,
     page_size: PageSizeOption = _DEFAULTS.page_size,
+    kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     kv_cache_gib: KvCacheOption = None,
     prefix_caching: Annotated[bool, typer.Option(help="Share pages between equal prefixes.")] = True,
     max_waiting: Annotated[int, typer.Option(min=1, help="Most requests that may wait.")] = _DEFAULTS.max_waiting,
@@ -217,6 +221,7 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=page_size,
+        kv_cache_dtype=kv_cache_dtype,
         kv_cache_gib=kv_cache_gib,
         prefix_caching=prefix_caching,
         max_waiting=max_waiting,
@@ -342,6 +347,7 @@ def generate(
     dtype: DtypeOption = _DEFAULTS.dtype,
     mesh: MeshOption = None,
     quantize: QuantizeOption = None,
+    kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     max_model_len: MaxModelLenOption = None,
     offline: OfflineOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outputs as JSON.")] = False,
@@ -355,7 +361,13 @@ def generate(
         n=n, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, max_tokens=max_tokens
     )
     config = _engine_config(
-        model=model, dtype=dtype, mesh=mesh, quantize=quantize, max_model_len=max_model_len, max_num_seqs=max(n, 8)
+        model=model,
+        dtype=dtype,
+        mesh=mesh,
+        quantize=quantize,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max(n, 8),
     )
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"text": prompt}
     with _engine(config, offline) as engine:
@@ -392,6 +404,7 @@ def chat(
     dtype: DtypeOption = _DEFAULTS.dtype,
     mesh: MeshOption = None,
     quantize: QuantizeOption = None,
+    kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     max_model_len: MaxModelLenOption = None,
     server: Annotated[str | None, typer.Option(help="Talk to a running server (host:port) instead.")] = None,
     offline: OfflineOption = False,
@@ -449,7 +462,13 @@ def chat(
     if tls or tls_ca or tls_cert or tls_key:
         raise InvalidArgumentError("tls", True, "given only with --server, as are its files")
     config = _engine_config(
-        model=model, dtype=dtype, mesh=mesh, quantize=quantize, max_model_len=max_model_len, max_num_seqs=8
+        model=model,
+        dtype=dtype,
+        mesh=mesh,
+        quantize=quantize,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=8,
     )
     with _engine(config, offline) as engine:
         converse(lambda said: _events(engine, {"messages": list(said)}, params))
@@ -570,6 +589,7 @@ def throughput(
     mesh: MeshOption = None,
     quantize: QuantizeOption = None,
     page_size: PageSizeOption = _DEFAULTS.page_size,
+    kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     offline: OfflineOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -585,6 +605,7 @@ def throughput(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=page_size,
+        kv_cache_dtype=kv_cache_dtype,
     )
     with _engine(config, offline) as engine:
         with _progress_bars() as progress:
