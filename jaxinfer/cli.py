@@ -528,7 +528,7 @@ def plan(
     mesh: Annotated[
         str, typer.Option(help="Mesh axes and sizes, as tensor=8; auto takes the fastest that fits of all.")
     ] = "auto",
-    weights: Annotated[str, typer.Option(help="bf16, int8 or int4 (groups of 128).")] = "bf16",
+    weights: Annotated[str, typer.Option(help="bf16, int8, w8a8, int4 (groups of 128) or fp8.")] = "bf16",
     kv: Annotated[str, typer.Option(help="Of the KV cache: bf16, int8 or fp8.")] = "bf16",
     context: Annotated[
         int | None,

@@ -195,8 +195,8 @@ def _compiled(
     except HardwareError as error:
         hint = "; --no-compile plans by arithmetic alone"
         raise UnsupportedError(f"{error}{hint}") from error
-    if sizes.chip.platform == "tpu" and not _tpu_compiles(sizes, mesh, deployment):
-        why = "a TPU's compiler refuses what its memory cannot hold, and so the step in 16 bits"
+    if sizes.chip.platform == "tpu" and not deployment.kv_tokens:
+        why = "a TPU's compiler refuses what its memory cannot hold"
         return deployment, (), [f"not compiled: {why}; temporaries and collectives are assumed"]
     structures, num_pages = sizes.structures(mesh), _pages_to_compile(deployment)
     alike: dict[Any, list[int]] = {}
@@ -217,29 +217,15 @@ def _compiled(
             raise CompileError(f"{name}: {error}") from error
     progress("compile", len(jobs), len(jobs))
     temporaries = [max(p.step.temp_bytes for p in programs if number in p.stages) for number in range(len(structures))]
-    stages = zip(deployment.stages, structures, temporaries, strict=True)
-    costs = [replace(costs, temp_bytes=temp + sizes.dequantized_bytes(s)) for costs, s, temp in stages]
+    stages = zip(deployment.stages, temporaries, strict=True)
+    costs = [replace(costs, temp_bytes=temp) for costs, temp in stages]
     notes = [f"compiled with a pool of {num_pages} pages of {deployment.page_size} tokens"]
     if any(after.temp_bytes > before.temp_bytes for before, after in zip(deployment.stages, costs, strict=True)):
         notes.append(
             "temporaries are above what activations and logits take, so programs copy parts of the pool, and a larger "
             "pool needs more: before you count on more sequences than you asked for, plan with as many"
         )
-    if sizes.request.weights != "bf16":
-        notes.append(
-            f"a step with {sizes.request.weights} weights was not compiled: temporaries and collectives are those of "
-            "the 16-bit step"
-        )
     return replace(deployment, stages=tuple(costs)), tuple(programs), notes
-
-
-def _tpu_compiles(sizes: Sizes, mesh: MeshConfig, deployment: Deployment) -> bool:
-    """Whether the step in 16 bits, whatever the weights, leaves room for the pool that it is compiled with."""
-    for structure, memory in zip(sizes.structures(mesh), deployment.memory, strict=True):
-        wider = structure.bytes_per_device() - memory.weights
-        if wider > (memory.left if deployment.fits else 0):
-            return False
-    return deployment.kv_tokens > 0
 
 
 def _pages_to_compile(deployment: Deployment) -> int:
@@ -297,14 +283,11 @@ def _programs(
 
 def _notes(sizes: Sizes, mesh: MeshConfig, num_devices: int) -> list[str]:
     request, chip = sizes.request, sizes.chip
-    notes = Partition.of(sizes.model, mesh.rules()).notes(sizes.model)
+    notes = Partition.of(sizes.model, mesh.rules(), sizes.schemes).notes(sizes.model)
     if mesh.num_devices < num_devices:
         notes.append(f"{num_devices - mesh.num_devices} of {num_devices} devices stay idle")
     if request.weights != "bf16":
-        notes.append(
-            f"{request.weights} weights, which the engine does not serve yet, as its kernels take them: matrices of "
-            "the layers; embedding, head and norms stay as they are"
-        )
+        notes.append(f"{request.weights} weights: matrices of the layers; embedding, head and norms stay as they are")
     if sizes.dequantized_bytes(sizes.structures(mesh)[0]):
         notes.append(
             f"no kernel reads int4 in groups on {chip.name}: long steps write a matrix out in 16 bits, which is "

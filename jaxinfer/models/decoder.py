@@ -325,8 +325,12 @@ class DecoderStructure:
 
     def bytes_per_device(self) -> int:
         """Of the weights that one device of the mesh holds."""
+        return sum(map(self.weight_bytes_per_device, self.specs))
+
+    def weight_bytes_per_device(self, path: str) -> int:
+        """Of one weight."""
         ways = lambda array: math.prod(map(self.partition.rules.ways, array.axes))
-        return sum(array.nbytes // ways(array) for w in self.specs.values() for array in jax.tree.leaves(w.arrays))
+        return sum(array.nbytes // ways(array) for array in jax.tree.leaves(self.specs[path].arrays))
 
     def merge(self, leaves: tuple[jax.Array, ...]) -> Decoder:
         """The module over these weights; leaves are in the order of `specs`."""
