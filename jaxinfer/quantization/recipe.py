@@ -16,7 +16,7 @@ FLOAT = "float"
 KINDS: Mapping[str, Scheme] = {
     "int8": Scheme("int8"),
     "w8a8": Scheme("int8", activations="int8"),
-    "int4": Scheme("uint4", 128, "bfloat16", "zeros"),
+    "int4": Scheme("int4", 128, "bfloat16", "zeros"),
     "fp8": Scheme("float8_e4m3fn"),
 }
 # By pattern, the first that fits: what stays wide unless a rule of the user's says otherwise. Vectors always do.
