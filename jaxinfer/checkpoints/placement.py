@@ -246,7 +246,7 @@ def _rows_of(spec: WeightSpec, part: str | None) -> tuple[int, list[tuple[int, i
         return rows, [(0, 0, rows)]
     pieces, first, offset = [], 0, 0
     for each in spec.parts:
-        (name, rows, copies), share = each, spec.share(each)
+        (name, rows, copies, _), share = each, spec.share(each)
         if part in (None, name):
             for block in range(spec.ways):
                 start = block // copies * share

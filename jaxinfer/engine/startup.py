@@ -25,7 +25,7 @@ from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.stages import head_layers
 from jaxinfer.errors import InvalidArgumentError, UnsupportedError
 from jaxinfer.kv_cache.pool import page_bytes
-from jaxinfer.models.decoder import DecoderStructure, Stage, decoder_structure
+from jaxinfer.models.decoder import DecoderStructure, Stage, decoder_structure, matrices
 from jaxinfer.models.layers import WeightSpec
 from jaxinfer.models.partition import Partition, check_experts
 from jaxinfer.quantization.recipe import Choice, Recipe
@@ -160,13 +160,8 @@ def start_up(
 
 def choose_quantization(recipe: Recipe, model: ModelConfig, dtype: Any, theirs: Mapping[str, Scheme]) -> Choice:
     """How each matrix is kept on this process's devices; logged."""
-    matrices: dict[str, tuple[int, int]] = {}
-    for path, spec in decoder_structure(model, dtype).specs.items():
-        if len(spec.shape) == 2:
-            rows = [part.rows for part in spec.parts] or [spec.shape[0]]
-            matrices |= {key: (count, spec.shape[1]) for key, count in zip(spec.keys(path), rows, strict=True)}
     platform = device_of(jax.local_devices()[0]).platform
-    choice = recipe.choose(matrices, theirs, platform, np.dtype(dtype).itemsize)
+    choice = recipe.choose(matrices(model, dtype), theirs, platform, np.dtype(dtype).itemsize)
     for note in choice.notes:
         logger.info("%s", note)
     return choice

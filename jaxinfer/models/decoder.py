@@ -132,8 +132,8 @@ class DecoderLayer(nnx.Module):
             return declare(name, (rows, columns), dtype, axes, **options)
 
         qkv = Part("q", N * H), Part("k", K * H, p.kv_copies), Part("v", K * H, p.kv_copies)
-        gate_up = Part("gate", F), Part("up", F)
         qkv_rows, padded = (N + 2 * p.num_kv_heads) * H, p.intermediate_size
+        gate_up = Part("gate", F, padded=padded), Part("up", F, padded=padded)
         self.attn_norm = declare("attn_norm", (D,), jnp.float32, ("model",))
         self.qkv = matrix("qkv", qkv_rows, D, ("heads", "model"), parts=qkv, ways=heads, unpadded=((N + 2 * K) * H, D))
         self.o = matrix("o", D, N * H, ("model", "heads"))
@@ -374,3 +374,13 @@ def decoder_structure(
     assert sorted(paths) == sorted(declared), "a weight's declared path differs from its place in the module"
     specs = {stage.model_path(path): declared[path] for path in paths}
     return DecoderStructure(graphdef, jax.tree.structure(state), specs, partition, stage)
+
+
+def matrices(config: ModelConfig, dtype: Any) -> dict[str, tuple[int, int]]:
+    """Shape [out, in] of each matrix, or of each part of a fused one, by the name that `Schemes` has for it."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, spec in decoder_structure(config, dtype).specs.items():
+        if len(spec.shape) == 2:
+            rows = [part.rows for part in spec.parts] or [spec.shape[0]]
+            found |= {key: (count, spec.shape[1]) for key, count in zip(spec.keys(path), rows, strict=True)}
+    return found

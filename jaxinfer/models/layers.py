@@ -29,11 +29,13 @@ class Part(NamedTuple):
     Attributes:
       rows: along axis 0, in the checkpoint.
       copies: how many shards in a row hold the same rows: more than 1 where KV heads are fewer than shards.
+      padded: rows with padding, of all shards together; by default only what makes their shares equal.
     """
 
     name: str
     rows: int
     copies: int = 1
+    padded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class WeightSpec:
 
     def share(self, part: Part) -> int:
         """Rows of a part in one block."""
-        return -(-part.rows * part.copies // self.ways)
+        return -(-max(part.rows * part.copies, part.padded) // self.ways)
 
     def keys(self, path: str) -> list[str]:
         """What its parts are called, or it itself if it has none, as "layers.0.qkv.q"."""
