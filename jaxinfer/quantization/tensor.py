@@ -249,7 +249,7 @@ def quantize(weights_OI: np.ndarray, scheme: Scheme) -> Packed:
 
 
 def laid_out(packed: Packed, inputs: int) -> QuantizedWeight:
-    """As devices have it, still in host memory; filled up to `inputs`, then to whole groups, with what x has zeros for."""
+    """As devices have it, still in host memory; filled up to `inputs`, then to whole groups, where x has zeros."""
     scheme = packed.scheme
     group = scheme.group or inputs
     whole = -(-inputs // group) * group
