@@ -78,6 +78,9 @@ MaxModelLenOption = Annotated[
 MaxNumSeqsOption = Annotated[int, typer.Option(min=1, help="Most sequences that run at once.")]
 MaxBatchedOption = Annotated[int, typer.Option(min=1, help="Token budget of a step.")]
 PageSizeOption = Annotated[int, typer.Option(min=1, help="Tokens a page of the KV cache.")]
+KvDtypeOption = Annotated[
+    str, typer.Option("--kv-cache-dtype", help="Of the KV cache: auto (that of activations), int8 or fp8.")
+]
 KvCacheOption = Annotated[
     float | None, typer.Option(min=0.001, help="GiB of the KV cache. \\[default: 1 on a CPU, else what is free]")
 ]
@@ -131,6 +134,7 @@ def serve(
     max_num_seqs: MaxNumSeqsOption = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: MaxBatchedOption = _DEFAULTS.max_num_batched_tokens,
     page_size: PageSizeOption = _DEFAULTS.page_size,
+    kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     kv_cache_gib: KvCacheOption = None,
     prefix_caching: Annotated[bool, typer.Option(help="Share pages between equal prefixes.")] = True,
     max_waiting: Annotated[int, typer.Option(min=1, help="Most requests that may wait.")] = _DEFAULTS.max_waiting,
@@ -236,6 +240,7 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=page_size,
+        kv_cache_dtype=kv_cache_dtype,
         kv_cache_gib=kv_cache_gib,
         prefix_caching=prefix_caching,
         max_waiting=max_waiting,
@@ -363,6 +368,7 @@ def generate(
     quantize: QuantizeOption = None,
     quantize_rule: QuantizeRulesOption = None,
     packed: PackedOption = None,
+    kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     max_model_len: MaxModelLenOption = None,
     offline: OfflineOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outputs as JSON.")] = False,
@@ -382,6 +388,7 @@ def generate(
         quantize=quantize,
         quantize_rules=quantize_rule,
         packed=packed,
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
         max_num_seqs=max(n, 8),
     )
@@ -422,6 +429,7 @@ def chat(
     quantize: QuantizeOption = None,
     quantize_rule: QuantizeRulesOption = None,
     packed: PackedOption = None,
+    kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     max_model_len: MaxModelLenOption = None,
     server: Annotated[str | None, typer.Option(help="Talk to a running server (host:port) instead.")] = None,
     offline: OfflineOption = False,
@@ -485,6 +493,7 @@ def chat(
         quantize=quantize,
         quantize_rules=quantize_rule,
         packed=packed,
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
         max_num_seqs=8,
     )
@@ -609,6 +618,7 @@ def throughput(
     quantize_rule: QuantizeRulesOption = None,
     packed: PackedOption = None,
     page_size: PageSizeOption = _DEFAULTS.page_size,
+    kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     offline: OfflineOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -626,6 +636,7 @@ def throughput(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=page_size,
+        kv_cache_dtype=kv_cache_dtype,
     )
     with _engine(config, offline) as engine:
         with _progress_bars() as progress:

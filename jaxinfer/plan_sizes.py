@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax.numpy as jnp
 
-from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from jaxinfer.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig, SchedulerConfig
 from jaxinfer.kv_cache.pool import page_bytes
 from jaxinfer.models.decoder import DecoderStructure, Stage, decoder_structure, matrices
 from jaxinfer.models.layers import WeightSpec
@@ -26,7 +25,7 @@ from sharding.rules import ShardingRules
 
 DTYPE = jnp.bfloat16  # of activations, and of weights and pages that are not quantized
 WEIGHTS = ("bf16", *KINDS)
-KV_DTYPES = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+KV_DTYPES = {"bf16": "bfloat16"} | {name: dtype for name, dtype in KV_CACHE_DTYPES.items() if dtype is not None}
 
 _DEFAULTS = EngineConfig()
 
@@ -68,10 +67,6 @@ class Sizes:
     context: int
 
     @property
-    def kv_dtype(self) -> Any:
-        return KV_DTYPES[self.request.kv]
-
-    @property
     def device(self) -> Device:
         return Device(self.chip.platform, self.chip.device_kinds[0])
 
@@ -101,6 +96,7 @@ class Sizes:
             max_model_len=self.context,
             page_size=self.request.page_size,
             num_pages=num_pages,
+            kv_dtype=KV_DTYPES[self.request.kv],
         )
 
     def deployment(self, mesh: MeshConfig) -> Deployment:
@@ -135,7 +131,7 @@ class Sizes:
 
         def a_page(num_layers: int) -> int:
             heads = partition.num_kv_heads, model.head_dim
-            return page_bytes(num_layers, *heads, scheduler.page_size, self.kv_dtype, self.device) // kv_heads
+            return page_bytes(num_layers, *heads, scheduler.page_size, scheduler.kv_dtype, self.device) // kv_heads
 
         windows = [layer.window for layer in stage.layers_of(model)]
         return StageCosts(
