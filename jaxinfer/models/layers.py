@@ -9,6 +9,7 @@ Arrays in traced code end in the letters of their dimensions:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -76,9 +77,16 @@ class LayerChoice(NamedTuple):
     weights: tuple[jax.Array, ...]
 
 
+class Tapped(NamedTuple):
+    """A weight, and who wants to see what it is multiplied with: calibration, while a layer is traced."""
+
+    weight: jax.Array
+    see: Callable[[jax.Array], None]
+
+
 def linear(
     x_TI: jax.Array,
-    w_OI: jax.Array | LayerChoice,
+    w_OI: jax.Array | LayerChoice | Tapped,
     bias_O: jax.Array | None = None,
     *,
     dtype: Any = None,
@@ -89,6 +97,9 @@ def linear(
     Args:
       weight_first: multiply `w @ x.T` instead: up to twice as fast on CPUs for few rows. A `LayerChoice` always is.
     """
+    if isinstance(w_OI, Tapped):
+        w_OI.see(x_TI)
+        w_OI = w_OI.weight
     if x_TI.shape[0] == 1 and (isinstance(w_OI, LayerChoice) or x_TI.dtype != jnp.float32):
         # On CPUs a few rows take no longer than one, which in 16 bits is many times slower.
         rows = jnp.broadcast_to(x_TI, (4, x_TI.shape[1]))
