@@ -130,7 +130,13 @@ class EngineConfig:
       mesh: mesh axes and sizes, as "data=2,stage=2,tensor=4", or a TOML file that also has a rules table (see
         `sharding.mesh`); None is one device.
       micro_batches: parts of each step where the mesh has stages; None is as many as there are stages.
-      quantize: weights at fewer bits; none yet.
+      quantize: what becomes of matrices: "int8", "w8a8" (activations in int8 too), "int4", "fp8", or "float"; None
+        keeps what the checkpoint has.
+      group_size: inputs that share a scale, for "int4".
+      quantize_rules: "PATTERN=KIND", the first that fits a matrix's name, as "layers.0.*=int8" or "head=int8"; without
+        one, embedding and head stay in floats.
+      packed: keep quantized matrices packed in memory. None does so except on a CPU, which multiplies faster by floats,
+        or in integers by int8.
       max_model_len: longest sequence, prompt and output together; None is the model's own limit.
       max_num_seqs: most sequences that run at once in a replica.
       max_num_batched_tokens: token budget of a replica's step.
@@ -150,6 +156,9 @@ class EngineConfig:
     mesh: str | None = None
     micro_batches: int | None = None
     quantize: str | None = None
+    group_size: int = 128
+    quantize_rules: tuple[str, ...] = ()
+    packed: bool | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 256

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import Sharding
 
 from jaxinfer.checkpoints.manifest import GGUF_TOKENIZER, MANIFEST, TOKENIZER, WEIGHTS, read_manifest
 from jaxinfer.checkpoints.placement import Progress, Weights, load_weights
@@ -24,6 +23,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError, InvalidArgumentError, JaxinferError, UnsupportedError
 from jaxinfer.models.family import NameMap, Target
 from jaxinfer.models.registry import family_of_gguf, family_of_hf
+from jaxinfer.quantization.tensor import Scheme
 
 if TYPE_CHECKING:
     from jaxinfer.models.layers import WeightSpec
@@ -58,6 +58,12 @@ class Checkpoint:
     _reader: TensorReader = field(repr=False)
     _names: NameMap = field(repr=False)
 
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """Of the matrices that are quantized, by the model's names for them, as "layers.0.qkv.q"."""
+        targets = self._names.targets
+        return {targets[name].key: scheme for name, scheme in self._reader.schemes.items() if name in targets}
+
     def load(self, *, dtype: Any = None) -> dict[str, jax.Array]:
         """Loads the whole model onto JAX's default device; returns weights by path.
 
@@ -75,16 +81,17 @@ class Checkpoint:
     def load_sharded(
         self,
         specs: Mapping[str, WeightSpec],
-        shardings: Mapping[str, Sequence[Sharding]],
+        shardings: Mapping[str, Sequence[Any]],
         progress: Progress | None = None,
-    ) -> dict[str, list[jax.Array]]:
+        rounded: Mapping[str, Scheme] | None = None,
+    ) -> dict[str, list[Any]]:
         """Loads what `specs` declare straight to its devices: see `load_weights`; raises as `weights`."""
-        with self.weights(specs) as weights:
+        with self.weights(specs, rounded) as weights:
             return load_weights(weights, shardings, progress)
 
-    def weights(self, specs: Mapping[str, WeightSpec]) -> Weights:
-        """The weights that `specs` declare, by path, to be read a slice at a time; raises as `Weights`."""
-        return Weights(self._reader, self._names, specs)
+    def weights(self, specs: Mapping[str, WeightSpec], rounded: Mapping[str, Scheme] | None = None) -> Weights:
+        """The weights that `specs` declare, by path, to be read a slice at a time; see `Weights`."""
+        return Weights(self._reader, self._names, specs, rounded)
 
 
 def open_checkpoint(source: Source) -> Checkpoint:

@@ -390,7 +390,9 @@ class Engine:
             self._check_open()
             config = replace(started.config, mesh=mesh)
             ours = [array for runner in self.runners for array in runner.arrays]
-            layout = lay_out(config, started.model, started.dtype, started.executables, bytes_on_one_device(ours))
+            room = bytes_on_one_device(ours)
+            schemes = started.choice.schemes
+            layout = lay_out(config, started.model, started.dtype, schemes, started.executables, room)
             report: Progress = progress or (lambda stage, done, total: None)
             begun = time.perf_counter()
             with start_threads() as threads:

@@ -190,7 +190,12 @@ class StepSpecs(NamedTuple):
         rules = zip(rules_shapes(num_slots, partition.vocab_size), splits, strict=True)
         everywhere = PartitionSpec()
         return cls(
-            leaves=tuple(spec(w.shape, w.dtype, partition.rules.spec(w.axes)) for w in structure.specs.values()),
+            leaves=structure.flatten(
+                {
+                    path: jax.tree.map(lambda a: spec(a.shape, a.dtype, partition.rules.spec(a.axes)), weight.arrays)
+                    for path, weight in structure.specs.items()
+                }
+            ),
             pool=spec(pages.shape, pages.dtype, partition.rules.spec(POOL_AXES)),
             last_tokens=spec((num_slots,), jnp.int32, everywhere),
             hidden_RD=spec((scheduler.max_rows, model.hidden_size), dtype, everywhere),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from jaxinfer.engine.programs import StepSpecs, compiled, make_forward, make_sam
 from jaxinfer.engine.step_inputs import ForwardShape, RowShape
 from jaxinfer.models.decoder import Stage, decoder_structure
 from jaxinfer.models.partition import Partition
+from jaxinfer.quantization.tensor import Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,13 @@ PAGE_SIZE = 32
 
 
 def head_layers(
-    model: ModelConfig, dtype: Any, partition: Partition, mesh: Mesh, num_rows: int, executables: ExecutableCache
+    model: ModelConfig,
+    dtype: Any,
+    partition: Partition,
+    schemes: Mapping[str, Scheme],
+    mesh: Mesh,
+    num_rows: int,
+    executables: ExecutableCache,
 ) -> int:
     """What the head and sampling of a step of so many decodes take, in layers; measured on the devices of a stage.
 
@@ -44,7 +51,7 @@ def head_layers(
     )
     layer, head = Stage(1, 2, 3), Stage(3, 3, 3)
     short = replace(model, layers=model.layers[:1] * 3)
-    structures = [decoder_structure(short, dtype, partition, stage) for stage in (layer, head)]
+    structures = [decoder_structure(short, dtype, partition, stage, schemes=schemes) for stage in (layer, head)]
     specs = [StepSpecs.of(structure, short, scheduler, dtype, mesh) for structure in structures]
     forward, rows = ForwardShape(num_rows, num_rows, num_rows, 1), RowShape(num_rows, num_rows)
     hidden_TD = specs[0].on_all((num_rows, model.hidden_size), dtype)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.checkpoints.checkpoint import Checkpoint, open_checkpoint, parse_dtype
@@ -24,9 +25,11 @@ from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.stages import head_layers
 from jaxinfer.errors import InvalidArgumentError, UnsupportedError
 from jaxinfer.kv_cache.pool import page_bytes
-from jaxinfer.models.decoder import DecoderStructure, Stage, decoder_structure
+from jaxinfer.models.decoder import DecoderStructure, Stage, decoder_structure, matrices
 from jaxinfer.models.layers import WeightSpec
 from jaxinfer.models.partition import Partition, check_experts
+from jaxinfer.quantization.recipe import Choice, Recipe
+from jaxinfer.quantization.tensor import Scheme
 from jaxinfer.sampling.logit_rules import rules_bytes
 from jaxinfer.text.tokenizer import Tokenizer
 from pallas_kernels.dispatch import device_of
@@ -64,20 +67,26 @@ class Layout:
         """Of every weight, by path."""
         return {path: spec for structure in self.structures for path, spec in structure.specs.items()}
 
-    def homes(self, path: str) -> list[NamedSharding]:
-        """Where a weight lies: one for each replica, and for each stage that has it."""
+    def homes(self, path: str) -> list[Any]:
+        """Where a weight lies: for each replica, and for each stage that has it, the sharding of each of its arrays."""
         return [
-            NamedSharding(mesh, structure.partition.rules.spec(structure.specs[path].axes))
+            jax.tree.map(
+                lambda array, mesh=mesh, rules=structure.partition.rules: NamedSharding(mesh, rules.spec(array.axes)),
+                structure.specs[path].arrays,
+            )
             for meshes in self.submeshes
             for structure, mesh in zip(self.structures, meshes, strict=True)
             if path in structure.specs
         ]
 
-    def leaves(self, weights: Mapping[str, Sequence[jax.Array]]) -> list[list[tuple[jax.Array, ...]]]:
-        """Arrays of each weight, in order of `homes` -> leaves by replica and stage."""
-        next_of = {path: iter(arrays) for path, arrays in weights.items()}
+    def leaves(self, weights: Mapping[str, Sequence[Any]]) -> list[list[tuple[jax.Array, ...]]]:
+        """Each weight, in order of `homes` -> leaves by replica and stage."""
+        next_of = {path: iter(copies) for path, copies in weights.items()}
         return [
-            [tuple(next(next_of[path]) for path in structure.specs) for structure in self.structures]
+            [
+                structure.flatten({path: next(next_of[path]) for path in structure.specs})
+                for structure in self.structures
+            ]
             for _ in self.submeshes
         ]
 
@@ -88,6 +97,7 @@ class Started:
 
     Attributes:
       dtype: of weights, activations and cache.
+      choice: which weights are quantized.
       runners: of each replica, warmed up.
       seconds: what each part of the start took.
     """
@@ -95,6 +105,7 @@ class Started:
     config: EngineConfig
     model: ModelConfig
     dtype: Any
+    choice: Choice
     layout: Layout
     tokenizer: Tokenizer
     runners: tuple[Runner, ...]
@@ -114,8 +125,7 @@ def start_up(
     report: Progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
     _mesh(config)
-    if config.quantize is not None:
-        raise UnsupportedError(f"quantize={config.quantize!r}: this version serves weights in float only")
+    recipe = Recipe.parse(config.quantize, config.group_size, config.quantize_rules, config.packed)
     asked_dtype = parse_dtype(config.dtype)
     source = resolve(
         config.model, cache_dir=cache_dir, offline=offline, progress=lambda done, all_: report("download", done, all_)
@@ -125,26 +135,36 @@ def start_up(
     model = checkpoint.config
     dtype = checkpoint.dtype if asked_dtype is None else asked_dtype
     executables = ExecutableCache(cache_dir / "programs" if config.compile_cache else None)
-    layout = share(lay_out(config, model, dtype, executables))
+    choice = choose_quantization(recipe, model, dtype, checkpoint.schemes)
+    layout = share(lay_out(config, model, dtype, choice.schemes, executables))
     with start_threads() as threads:
         tokenizer = threads.submit(open_tokenizer, checkpoint)
         # Programs are made from declarations, so they need not wait for the weights.
         programs = compile_programs(layout, model, dtype, executables, threads, report)
         load = lambda done, all_: report("load", done, all_)
         homes = {path: layout.homes(path) for path in layout.specs}
-        leaves = layout.leaves(checkpoint.load_sharded(layout.specs, homes, load))
+        leaves = layout.leaves(checkpoint.load_sharded(layout.specs, homes, load, choice.rounded))
         clock.lap("load")
         runners = tuple(Runner(made, each, config.micro_batches) for made, each in zip(programs(), leaves, strict=True))
         for runner in runners:
             runner.warm_up()
         clock.lap("warm-up")
-        started = Started(config, model, dtype, layout, tokenizer.result(), runners, executables, clock.laps)
+        started = Started(config, model, dtype, choice, layout, tokenizer.result(), runners, executables, clock.laps)
     logger.info(
         "%s: %s, %d layers, %s, %s; started in %s",
         *(config.model, model.family, len(model.layers), dtype, described(layout, model)),
         ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.laps.items()),
     )
     return started
+
+
+def choose_quantization(recipe: Recipe, model: ModelConfig, dtype: Any, theirs: Mapping[str, Scheme]) -> Choice:
+    """How each matrix is kept on this process's devices; logged."""
+    platform = device_of(jax.local_devices()[0]).platform
+    choice = recipe.choose(matrices(model, dtype), theirs, platform, np.dtype(dtype).itemsize)
+    for note in choice.notes:
+        logger.info("%s", note)
+    return choice
 
 
 def described(layout: Layout, model: ModelConfig) -> str:
@@ -197,7 +217,12 @@ def compile_programs(
 
 
 def lay_out(
-    config: EngineConfig, model: ModelConfig, dtype: Any, executables: ExecutableCache, our_bytes: int = 0
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: Any,
+    schemes: Mapping[str, Scheme],
+    executables: ExecutableCache,
+    our_bytes: int = 0,
 ) -> Layout:
     """How the model lies on the mesh of `config`. Where that has stages, a layer and the head are timed on it.
 
@@ -209,7 +234,7 @@ def lay_out(
     """
     mesh, submeshes = _mesh(config)
     own = next((stage for stages in submeshes for stage in stages if not stage.is_multi_process), submeshes[0][0])
-    structures = _structures(config, model, dtype, mesh, own, executables)
+    structures = _structures(config, model, dtype, schemes, mesh, own, executables)
     device = jax.local_devices()[0]  # the first of the mesh, or like it where that is another process's
     return Layout(
         mesh, submeshes, structures, _scheduler_config(config, model, structures, dtype, mesh, device, our_bytes)
@@ -231,23 +256,25 @@ def _structures(
     config: EngineConfig,
     model: ModelConfig,
     dtype: Any,
+    schemes: Mapping[str, Scheme],
     mesh: MeshConfig,
     submesh: Mesh,
     executables: ExecutableCache,
 ) -> list[DecoderStructure]:
     """Of each stage, without any bytes."""
     try:
-        partition = Partition.of(model, mesh.rules())
+        partition = Partition.of(model, mesh.rules(), schemes)
         stages = Stage.split(len(model.layers), mesh.stage)
         if mesh.stage > 1:
-            head = head_layers(model, dtype, partition, submesh, config.max_num_seqs, executables)
+            head = head_layers(model, dtype, partition, schemes, submesh, config.max_num_seqs, executables)
             stages = Stage.split(len(model.layers), mesh.stage, head)
+        scans = [_scans_layers(config, stage.layers_of(model), submesh) for stage in stages]
+        return [
+            decoder_structure(model, dtype, partition, stage, schemes=schemes, scan=scan)
+            for stage, scan in zip(stages, scans, strict=True)
+        ]
     except MeshError as error:
         raise InvalidArgumentError("mesh", config.mesh, str(error)) from error
-    return [
-        decoder_structure(model, dtype, partition, stage, scan=_scans_layers(config, stage.layers_of(model), submesh))
-        for stage in stages
-    ]
 
 
 def _scans_layers(config: EngineConfig, layers: Sequence[Any], mesh: Mesh) -> bool:

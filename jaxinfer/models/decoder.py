@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,15 +16,28 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxinfer.config import LayerSpec, ModelConfig
-from jaxinfer.models.layers import LayerChoice, Part, WeightSpec, apply_rope, linear, rms_norm, rope_tables
+from jaxinfer.models.layers import (
+    LayerChoice,
+    Part,
+    Weight,
+    WeightSpec,
+    apply_rope,
+    linear,
+    rms_norm,
+    rope_tables,
+    take_rows,
+)
 from jaxinfer.models.partition import Partition
+from jaxinfer.quantization.tensor import Scheme
 from sharding.rules import MeshError, ShardingRules
 
 RESIDUAL = ("activation_tokens", "activation_model")  # logical axes of the residual stream
 MANY_ROWS = 32  # from here on the head's matmul gains nothing from another order of operands on CPUs
 
-# Gives the value of a declared weight: an array, or a ShapeDtypeStruct where no bytes are wanted.
+# Gives the value of a declared weight: arrays, or ShapeDtypeStructs where no bytes are wanted.
 type MakeWeight = Callable[[str, WeightSpec], Any]
+# Of quantized matrices: path, or path and part of a fused one, as "layers.0.qkv.q" -> scheme.
+type Schemes = Mapping[str, Scheme]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +132,8 @@ class DecoderLayer(nnx.Module):
             return declare(name, (rows, columns), dtype, axes, **options)
 
         qkv = Part("q", N * H), Part("k", K * H, p.kv_copies), Part("v", K * H, p.kv_copies)
-        gate_up = Part("gate", F), Part("up", F)
         qkv_rows, padded = (N + 2 * p.num_kv_heads) * H, p.intermediate_size
+        gate_up = Part("gate", F, padded=padded), Part("up", F, padded=padded)
         self.attn_norm = declare("attn_norm", (D,), jnp.float32, ("model",))
         self.qkv = matrix("qkv", qkv_rows, D, ("heads", "model"), parts=qkv, ways=heads, unpadded=((N + 2 * K) * H, D))
         self.o = matrix("o", D, N * H, ("model", "heads"))
@@ -152,19 +165,23 @@ class DecoderLayer(nnx.Module):
         c, rules = self.config, self.partition.rules
         T, N, K, H = x_TD.shape[0], c.num_heads, self.partition.num_kv_heads, c.head_dim
         y_TD = rms_norm(x_TD, self.attn_norm[...], c.rms_norm_eps)
-        qkv = linear(y_TD, self.qkv.get_value(), _value(self.qkv_bias))
+        qkv = self._linear(y_TD, self.qkv, self.qkv_bias, ("heads", "model"))
         q, k, v = _split(qkv, rules.ways("heads"), (N * H, K * H, K * H))
         q_TNH = apply_rope(q.reshape(T, N, H), *rope)
         k_TKH = apply_rope(k.reshape(T, K, H), *rope)
         pool, out_TNH = attend(q_TNH, k_TKH, v.reshape(T, K, H), pool, index, self.spec.window)
-        out_TD = linear(out_TNH.reshape(T, N * H), self.o.get_value(), _value(self.o_bias))
+        out_TD = self._linear(out_TNH.reshape(T, N * H), self.o, self.o_bias, ("model", "heads"))
         x_TD = constrain(x_TD + out_TD, rules, RESIDUAL)
         y_TD = rms_norm(x_TD, self.mlp_norm[...], c.rms_norm_eps)
-        gate_up = linear(y_TD, self.gate_up.get_value(), _value(self.gate_up_bias))
+        gate_up = self._linear(y_TD, self.gate_up, self.gate_up_bias, ("feed_forward", "model"))
         F = self.partition.intermediate_size
         gate_TF, up_TF = _split(gate_up, rules.ways("feed_forward"), (F, F))
-        out_TD = linear(jax.nn.silu(gate_TF) * up_TF, self.down.get_value(), _value(self.down_bias))
+        out_TD = self._linear(jax.nn.silu(gate_TF) * up_TF, self.down, self.down_bias, ("model", "feed_forward"))
         return constrain(x_TD + out_TD, rules, RESIDUAL), pool
+
+    def _linear(self, x_TI: jax.Array, w: nnx.Param, bias: nnx.Param | None, axes: tuple[str, str]) -> jax.Array:
+        out, into = map(self.partition.rules.axis, axes)
+        return linear(x_TI, w.get_value(), None if bias is None else bias[...], split=(out, into))
 
 
 def _split(y_TO: jax.Array, ways: int, sizes: tuple[int, ...]) -> list[jax.Array]:
@@ -185,13 +202,18 @@ class Decoder(nnx.Module):
         partition: Partition,
         stage: Stage,
         *,
+        schemes: Schemes,
         scan: bool = False,
     ):
         V, D = config.vocab_size, config.hidden_size
         self.config, self.partition, self.stage, self.scan = config, partition, stage, scan
+        self.dtype = dtype
 
         def declare(prefix: str, name: str, *spec: Any, **options: Any) -> nnx.Param:
-            return nnx.Param(make(prefix + name, WeightSpec(*spec, **options)))
+            path = prefix + name
+            return nnx.Param(
+                make(path, _quantized(WeightSpec(*spec, **options), stage.model_path(path), schemes, partition))
+            )
 
         def vocabulary(name: str) -> nnx.Param:
             return declare("", name, (partition.vocab_size, D), dtype, ("vocab", "model"), unpadded=(V, D))
@@ -216,7 +238,9 @@ class Decoder(nnx.Module):
           x: token ids [T] for the first stage, hidden states [T, D] of the stage before for the others.
           pool: of this stage's layers.
         """
-        x_TD = self.embed[...][x] if self.stage.is_first and self.embed is not None else x
+        x_TD = x
+        if self.stage.is_first and self.embed is not None:
+            x_TD = take_rows(self.embed.get_value(), x, self.dtype)[:, : self.config.hidden_size]
         x_TD = constrain(x_TD, self.partition.rules, RESIDUAL)
         specs = self.stage.layers_of(self.config)
         tables = {r: rope_tables(positions_T, r, self.config.head_dim) for r in {s.rope for s in specs}}
@@ -238,28 +262,46 @@ class Decoder(nnx.Module):
         assert self.final_norm is not None, "only the last stage has logits"
         assert head is not None
         y_RD = rms_norm(hidden_RD, self.final_norm[...], self.config.rms_norm_eps)
-        head_VD = head[...]
-        return linear(y_RD, head_VD, dtype=jnp.float32, weight_first=self.scan and len(y_RD) < MANY_ROWS)
+        split = self.partition.rules.axis("vocab"), self.partition.rules.axis("model")
+        weight_first = self.scan and len(y_RD) < MANY_ROWS
+        return linear(y_RD, head.get_value(), dtype=jnp.float32, weight_first=weight_first, split=split)
 
 
 def _one_layer(layers: nnx.List) -> Callable[[jax.Array], DecoderLayer]:
     """Index -> the layer of that index, where the index is traced; all layers must be alike."""
     graphdef, _ = nnx.split(layers[0])
-    states = [nnx.state(layer) for layer in layers]
-    # Vectors are small: stacked once a step, ahead of the loop.
-    choices = jax.tree.map(lambda *leaves: leaves if leaves[0].ndim > 1 else jnp.stack(leaves), *states)
+    by_layer = [nnx.to_flat_state(nnx.state(layer)) for layer in layers]
+    choices: list[tuple[Any, nnx.Param, jax.Array | tuple[Weight, ...]]] = []
+    for params in zip(*by_layer, strict=True):
+        values = tuple(param.get_value() for _, param in params)
+        # Vectors are small: stacked once a step, ahead of the loop.
+        is_vector = isinstance(values[0], jax.Array) and values[0].ndim == 1
+        choices.append((*params[0], jnp.stack(values) if is_vector else values))
 
     def layer_at(index: jax.Array) -> DecoderLayer:
-        def choose(_: jax.Array, choice: jax.Array | tuple[jax.Array, ...]) -> jax.Array | LayerChoice:
-            return LayerChoice(index, choice) if isinstance(choice, tuple) else choice[index]
-
-        return nnx.merge(graphdef, jax.tree.map(choose, states[0], choices))
+        chosen = [
+            (path, param.replace(LayerChoice(index, choice) if isinstance(choice, tuple) else choice[index]))
+            for path, param, choice in choices
+        ]
+        return nnx.merge(graphdef, nnx.from_flat_state(chosen))
 
     return layer_at
 
 
-def _value(param: nnx.Param | None) -> jax.Array | None:
-    return None if param is None else param[...]
+def _quantized(spec: WeightSpec, path: str, schemes: Schemes, partition: Partition) -> WeightSpec:
+    """The declaration with its schemes, in groups that every shard has whole.
+
+    Raises:
+      MeshError: no groups are whole in a shard.
+    """
+    found = [schemes.get(key) for key in spec.keys(path)]
+    if not any(found):
+        return spec
+    inputs, ways = spec.shape[1], partition.rules.ways(spec.axes[1])
+    try:
+        return replace(spec, schemes=tuple(each and each.within(inputs, ways) for each in found))
+    except ValueError as error:
+        raise MeshError(f"{partition.rules.axis(spec.axes[1])}={ways}: {path}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -280,21 +322,25 @@ class DecoderStructure:
     @property
     def num_bytes(self) -> int:
         """Of all weights together."""
-        return sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in self.specs.values())
+        return sum(spec.nbytes for spec in self.specs.values())
 
     def bytes_per_device(self) -> int:
         """Of the weights that one device of the mesh holds."""
-        rules = self.partition.rules
-        ways = lambda spec: math.prod(rules.ways(axis) for axis in spec.axes)
-        return sum(math.prod(w.shape) * np.dtype(w.dtype).itemsize // ways(w) for w in self.specs.values())
+        ways = lambda array: math.prod(map(self.partition.rules.ways, array.axes))
+        return sum(array.nbytes // ways(array) for w in self.specs.values() for array in jax.tree.leaves(w.arrays))
 
     def merge(self, leaves: tuple[jax.Array, ...]) -> Decoder:
         """The module over these weights; leaves are in the order of `specs`."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
-    def flatten(self, weights: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    def unflatten(self, leaves: tuple[Any, ...]) -> dict[str, Any]:
+        """What `flatten` was given."""
+        left = iter(leaves)
+        return {path: jax.tree.map(lambda _: next(left), spec.arrays) for path, spec in self.specs.items()}
+
+    def flatten(self, weights: Mapping[str, Any]) -> tuple[Any, ...]:
         """Weights by path -> leaves in the order `merge` takes them."""
-        return tuple(weights[path] for path in self.specs)
+        return tuple(leaf for path in self.specs for leaf in jax.tree.leaves(weights[path]))
 
 
 def decoder_structure(
@@ -303,6 +349,7 @@ def decoder_structure(
     partition: Partition | None = None,
     stage: Stage | None = None,
     *,
+    schemes: Schemes | None = None,
     scan: bool = False,
 ) -> DecoderStructure:
     """Builds the decoder with no bytes behind it.
@@ -310,6 +357,7 @@ def decoder_structure(
     Args:
       partition: how it lies on a mesh; by default on one device.
       stage: which of its layers; by default all.
+      schemes: of the matrices that are quantized.
       scan: roll the layers into one loop; they must all be alike. On CPUs this compiles and runs faster.
     """
     partition = partition or Partition.of(config)
@@ -317,12 +365,22 @@ def decoder_structure(
     assert not scan or len(set(stage.layers_of(config))) == 1, "only layers that are all alike can be scanned"
     declared: dict[str, WeightSpec] = {}
 
-    def make(path: str, spec: WeightSpec) -> jax.ShapeDtypeStruct:
+    def make(path: str, spec: WeightSpec) -> Any:
         declared[path] = spec
-        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), spec.arrays)
 
-    graphdef, state = nnx.split(Decoder(config, dtype, make, partition, stage, scan=scan))
+    graphdef, state = nnx.split(Decoder(config, dtype, make, partition, stage, schemes=schemes or {}, scan=scan))
     paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     assert sorted(paths) == sorted(declared), "a weight's declared path differs from its place in the module"
     specs = {stage.model_path(path): declared[path] for path in paths}
     return DecoderStructure(graphdef, jax.tree.structure(state), specs, partition, stage)
+
+
+def matrices(config: ModelConfig, dtype: Any) -> dict[str, tuple[int, int]]:
+    """Shape [out, in] of each matrix, or of each part of a fused one, by the name that `Schemes` has for it."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, spec in decoder_structure(config, dtype).specs.items():
+        if len(spec.shape) == 2:
+            rows = [part.rows for part in spec.parts] or [spec.shape[0]]
+            found |= {key: (count, spec.shape[1]) for key, count in zip(spec.keys(path), rows, strict=True)}
+    return found

@@ -26,6 +26,11 @@ class Target:
     part: str | None = None
     interleaved: int | None = None
 
+    @property
+    def key(self) -> str:
+        """As `WeightSpec.keys` has it."""
+        return self.path if self.part is None else f"{self.path}.{self.part}"
+
 
 @dataclass(frozen=True, slots=True)
 class NameMap:

@@ -9,8 +9,11 @@ Arrays in traced code end in the letters of their dimensions:
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from collections.abc import Callable
 from dataclasses import dataclass
+=======
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +23,8 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.config import RopeConfig
+from jaxinfer.quantization.linear import quantized_linear, quantized_rows
+from jaxinfer.quantization.tensor import ArraySpec, QuantizedWeight, Scheme
 
 
 class Part(NamedTuple):
@@ -28,11 +33,13 @@ class Part(NamedTuple):
     Attributes:
       rows: along axis 0, in the checkpoint.
       copies: how many shards in a row hold the same rows: more than 1 where KV heads are fewer than shards.
+      padded: rows with padding, of all shards together; by default only what makes their shares equal.
     """
 
     name: str
     rows: int
     copies: int = 1
+    padded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,7 @@ class WeightSpec:
       ways: blocks along axis 0 that each hold an equal share of every part, in order: one a shard, so that a device
         splits what it has without asking another.
       unpadded: the shape without padding and copies; `shape` where there are none.
+      schemes: of each part, or of the weight if it has none; None is in floats. Empty: all of it is.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +62,7 @@ class WeightSpec:
     parts: tuple[Part, ...] = ()
     ways: int = 1
     unpadded: tuple[int, ...] = ()
+    schemes: tuple[Scheme | None, ...] = ()
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
@@ -62,7 +71,58 @@ class WeightSpec:
 
     def share(self, part: Part) -> int:
         """Rows of a part in one block."""
-        return -(-part.rows * part.copies // self.ways)
+        return -(-max(part.rows * part.copies, part.padded) // self.ways)
+
+    def keys(self, path: str) -> list[str]:
+        """What its parts are called, or it itself if it has none, as "layers.0.qkv.q"."""
+        return [f"{path}.{part.name}" for part in self.parts] or [path]
+
+    @property
+    def pieces(self) -> tuple[WeightSpec, ...]:
+        """The weights that it is kept as: itself, or one for each part where parts are quantized differently, or may
+        be in orders of their own."""
+        if len(set(self.schemes)) <= 1 and not (self.parts and any(s and s.reordered for s in self.schemes)):
+            return (self,)
+        return tuple(
+            replace(
+                self,
+                shape=(self.share(part) * self.ways, *self.shape[1:]),
+                unpadded=(part.rows, *self.checkpoint_shape[1:]),
+                parts=(part,),
+                schemes=(scheme,),
+            )
+            for part, scheme in zip(self.parts, self.schemes, strict=True)
+        )
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """Of a weight that is kept in one piece."""
+        (scheme,) = set(self.schemes) or {None}
+        return scheme
+
+    @property
+    def arrays(self) -> Any:
+        """What it is kept as: a pytree with an `ArraySpec` for each array, in the form that `linear` takes."""
+        pieces = self.pieces
+        if len(pieces) > 1:
+            return FusedWeight(tuple(piece.arrays for piece in pieces), self.ways)
+        if self.scheme is None:
+            return ArraySpec(self.shape, np.dtype(self.dtype), self.axes)
+        (outputs, inputs), (out, into) = self.shape, self.axes
+        return self.scheme.arrays(outputs, inputs, (out, into))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in jax.tree.leaves(self.arrays))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["pieces"], meta_fields=["ways"])
+@dataclass(frozen=True, slots=True)
+class FusedWeight:
+    """A fused weight whose parts are kept differently: each by itself, in order."""
+
+    pieces: tuple[jax.Array | QuantizedWeight, ...]
+    ways: int
 
 
 def _precision(x: jax.Array) -> lax.Precision:
@@ -70,11 +130,14 @@ def _precision(x: jax.Array) -> lax.Precision:
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
+type Weight = jax.Array | QuantizedWeight | FusedWeight
+
+
 class LayerChoice(NamedTuple):
     """The weight of one layer in a loop over layers: picked without copying it, as slicing stacked ones would."""
 
     layer: jax.Array
-    weights: tuple[jax.Array, ...]
+    weights: tuple[Weight, ...]
 
 
 class Tapped(NamedTuple):
@@ -86,37 +149,66 @@ class Tapped(NamedTuple):
 
 def linear(
     x_TI: jax.Array,
-    w_OI: jax.Array | LayerChoice | Tapped,
+    w: Weight | LayerChoice | Tapped,
     bias_O: jax.Array | None = None,
     *,
     dtype: Any = None,
     weight_first: bool = False,
+    split: tuple[str | None, str | None] = (None, None),
 ) -> jax.Array:
     """`x @ w.T + bias`: every matmul of every model goes through here. Returns [T, O] of x's dtype, or `dtype`.
 
     Args:
+      w: [O, I], in floats or quantized.
       weight_first: multiply `w @ x.T` instead: up to twice as fast on CPUs for few rows. A `LayerChoice` always is.
+      split: mesh axes that the weight's outputs and inputs lie on. Products of quantized weights are taken on each
+        device by itself, since the partitioner cannot split a kernel.
     """
-    if isinstance(w_OI, Tapped):
-        w_OI.see(x_TI)
-        w_OI = w_OI.weight
-    if x_TI.shape[0] == 1 and (isinstance(w_OI, LayerChoice) or x_TI.dtype != jnp.float32):
+    if isinstance(w, Tapped):
+        w.see(x_TI)
+        w = w.weight
+    is_array = all(isinstance(each, jax.Array) for each in (w.weights if isinstance(w, LayerChoice) else [w]))
+    if is_array and x_TI.shape[0] == 1 and (isinstance(w, LayerChoice) or x_TI.dtype != jnp.float32):
         # On CPUs a few rows take no longer than one, which in 16 bits is many times slower.
         rows = jnp.broadcast_to(x_TI, (4, x_TI.shape[1]))
-        return linear(rows, w_OI, bias_O, dtype=dtype, weight_first=weight_first)[:1]
-    multiply = partial(
-        lax.dot_general,
-        dimension_numbers=(((1,), (1,)), ((), ())),
-        precision=_precision(x_TI),
-        preferred_element_type=dtype or x_TI.dtype,
-    )
-    if isinstance(w_OI, LayerChoice):
-        y_TO = lax.switch(w_OI.layer, [partial(multiply, w) for w in w_OI.weights], x_TI).T
-    elif weight_first:
-        y_TO = lax.optimization_barrier(multiply(w_OI, x_TI)).T  # or XLA swaps the operands back
+        return linear(rows, w, bias_O, dtype=dtype, weight_first=weight_first)[:1]
+    dtype = dtype or x_TI.dtype
+    if isinstance(w, LayerChoice):
+        multiply = _weight_first if is_array else partial(_product, split=split)
+        branches = [partial(multiply, w=weight, dtype=dtype) for weight in w.weights]
+        y_TO = lax.switch(w.layer, branches, x_TI)
+        y_TO = y_TO.T if is_array else y_TO
+    elif weight_first and is_array:
+        y_TO = lax.optimization_barrier(_weight_first(x_TI, w, dtype)).T  # or XLA swaps the operands back
     else:
-        y_TO = multiply(x_TI, w_OI)
+        y_TO = _product(x_TI, w, dtype, split)
     return y_TO if bias_O is None else y_TO + bias_O
+
+
+def _weight_first(x_TI: jax.Array, w: Weight, dtype: Any) -> jax.Array:
+    assert isinstance(w, jax.Array)
+    return _dot(w, x_TI, dtype)
+
+
+def _dot(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    dimensions = (((1,), (1,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=_precision(a), preferred_element_type=dtype)
+
+
+def _product(x_TI: jax.Array, w: Weight, dtype: Any, split: tuple[str | None, str | None]) -> jax.Array:
+    if isinstance(w, FusedWeight):
+        T = x_TI.shape[0]
+        blocks = [_product(x_TI, piece, dtype, split).reshape(T, w.ways, -1) for piece in w.pieces]
+        return jnp.concatenate(blocks, axis=-1).reshape(T, -1)
+    if isinstance(w, QuantizedWeight):
+        return quantized_linear(x_TI, w, dtype, split)
+    return _dot(x_TI, w, dtype)
+
+
+def take_rows(w: Weight, rows_T: jax.Array, dtype: Any) -> jax.Array:
+    """Rows of a matrix [O, I], as an embedding has them; [T, I] of `dtype`."""
+    assert not isinstance(w, FusedWeight)
+    return w[rows_T] if isinstance(w, jax.Array) else quantized_rows(w, rows_T, dtype)
 
 
 def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:

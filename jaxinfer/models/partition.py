@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxinfer.config import ModelConfig
+from jaxinfer.quantization.tensor import Scheme
 from sharding.mesh import MeshConfig
 from sharding.rules import MeshError, ShardingRules
 
@@ -28,8 +31,14 @@ class Partition:
     vocab_size: int
 
     @classmethod
-    def of(cls, model: ModelConfig, rules: ShardingRules | None = None) -> Partition:
+    def of(
+        cls, model: ModelConfig, rules: ShardingRules | None = None, schemes: Mapping[str, Scheme] | None = None
+    ) -> Partition:
         """
+        Args:
+          schemes: of quantized matrices, by path: the feed-forward dim is filled up so that each shard of it has whole
+            groups.
+
         Raises:
           MeshError: the heads do not divide, or a weight would lie twice on one mesh axis.
         """
@@ -41,11 +50,12 @@ class Partition:
                 f"{rules.axis('heads')}={heads} cannot split {model.num_heads} query heads of {model.num_kv_heads} KV "
                 f"heads evenly; {', '.join(map(str, fits))} can"
             )
+        group = math.lcm(*(each.group or 1 for path, each in (schemes or {}).items() if path.endswith(".down")))
         partition = cls(
             rules=rules,
             num_kv_heads=max(model.num_kv_heads, heads),
             kv_copies=max(heads // model.num_kv_heads, 1),
-            intermediate_size=_round_up(model.intermediate_size, feed_forward),
+            intermediate_size=_round_up(model.intermediate_size, feed_forward * group),
             vocab_size=_round_up(model.vocab_size, vocab * WORD) if vocab > 1 else model.vocab_size,
         )
         if (ways := rules.ways("model")) > 1 and model.hidden_size % ways:

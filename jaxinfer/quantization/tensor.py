@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -53,6 +54,28 @@ class Scheme:
         """Of a value."""
         return BITS[self.values]
 
+    def within(self, inputs: int, ways: int) -> Scheme:
+        """The same with groups that lie whole in each of `ways` equal shards of the inputs: smaller, if need be.
+
+        Raises:
+          ValueError: none do.
+        """
+        if self.group is None or ways == 1:
+            return self
+        group = math.gcd(inputs // ways, self.group)
+        if group not in GROUP_SIZES:
+            raise ValueError(f"groups of {self.group} do not lie whole in {ways} shards of {inputs} inputs")
+        return replace(self, group=group)
+
+    def nbytes(self, outputs: int, inputs: int) -> int:
+        """Of a whole weight, on devices."""
+        return sum(array.nbytes for array in jax.tree.leaves(self.arrays(outputs, inputs, (None, None))))
+
+    def is_from(self, other: Scheme) -> bool:
+        """Whether a weight of another scheme has it with the same values: in smaller groups, multiplied otherwise."""
+        smaller = self.group == other.group or (bool(self.group and other.group) and other.group % self.group == 0)  # type: ignore[operator]
+        return smaller and replace(self, group=other.group, activations=other.activations) == other
+
     def __str__(self) -> str:
         words = [self.values, "" if self.group is None else f"in groups of {self.group}"]
         words += ["" if self.offset is None else f"with {'zero points' if self.offset == 'zeros' else 'minima'}"]
@@ -66,9 +89,9 @@ class Scheme:
           axes: logical axes of outputs and inputs.
         """
         out, into = axes
-        numbers = np.dtype(getattr(ml_dtypes, self.scales, self.scales))
+        numbers = np_dtype(self.scales)
         order: Any = ArraySpec((inputs,), np.dtype(np.int32), (None,)) if self.reordered else None
-        values = np.dtype(getattr(ml_dtypes, self.values, self.values))
+        values = np_dtype(self.values)
         if self.group is None:
             scale = ArraySpec((outputs,), numbers, (out,))
             channel = ChannelWeight(ArraySpec((inputs, outputs), values, (into, out)), scale)  # type: ignore[arg-type]
@@ -99,6 +122,11 @@ class ArraySpec:
     def nbytes(self) -> int:
         """On a device, where 4-bit values lie two to a byte."""
         return nbytes(self.shape, self.dtype)
+
+
+def np_dtype(name: str) -> np.dtype:
+    """A dtype by its name, those of ml_dtypes among them."""
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def nbytes(shape: Sequence[int], dtype: Any) -> int:
@@ -203,7 +231,7 @@ def quantize(weights_OI: np.ndarray, scheme: Scheme) -> Packed:
     low, high = np.minimum(padded.min(-1), 0), np.maximum(padded.max(-1), 0)
     most = {"int8": 127, "int4": 7, "uint4": 15, "float8_e4m3fn": 448}[scheme.values]
     spread = high - low if scheme.offset == "zeros" else np.maximum(high, -low)
-    dtype = np.dtype(getattr(ml_dtypes, scheme.scales, scheme.scales))
+    dtype = np_dtype(scheme.scales)
     scales = (np.where(spread > 0, spread, 1) / most).astype(dtype)
     scales = np.where(scales.astype(np.float32) > 0, scales, np.ones((), dtype))  # what is below the least scale
     steps = padded / scales.astype(np.float32)[..., None]
@@ -225,7 +253,7 @@ def laid_out(packed: Packed, inputs: int) -> QuantizedWeight:
     whole = -(-inputs // group) * group
     values = packed.values_OI.T
     values = np.pad(values, ((0, whole - values.shape[0]), (0, 0)))
-    values = np.ascontiguousarray(values).astype(np.dtype(getattr(ml_dtypes, scheme.values, scheme.values)))
+    values = np.ascontiguousarray(values).astype(np_dtype(scheme.values))
     order = packed.order_I
     if order is not None:
         order = np.concatenate([order, np.arange(len(order), inputs, dtype=np.int32)])
@@ -245,3 +273,34 @@ def laid_out(packed: Packed, inputs: int) -> QuantizedWeight:
             groups(packed.minima_OG),
         )
     return QuantizedWeight(weight, order, scheme)  # type: ignore[arg-type]
+
+
+def as_rows(w: QuantizedWeight, scheme: Scheme) -> list[jax.Array]:
+    """A weight's arrays, each with a row for each output: values [O, I], then scales and what else groups have.
+
+    Args:
+      scheme: the weight's own, or one that differs in the size of its groups: these are then split, or put together
+        again.
+    """
+    if isinstance(w.weight, ChannelWeight):
+        return [w.weight.values_IO.T, w.weight.scale_O[:, None]]
+    values_GJO, *by_group = w.weight
+    old, new = w.scheme.group, scheme.group
+    assert old is not None
+    assert new is not None
+    rows = [values_GJO.reshape(-1, values_GJO.shape[-1]).T]
+    for array_GO in by_group:
+        if array_GO is not None:
+            rows.append(jnp.repeat(array_GO.T, old // new, axis=1) if old > new else array_GO.T[:, :: new // old])
+    return rows
+
+
+def from_rows(rows: Sequence[jax.Array], order_I: jax.Array | None, scheme: Scheme) -> QuantizedWeight:
+    """What `as_rows` was given."""
+    values_OI, *by_group = rows
+    if scheme.group is None:
+        return QuantizedWeight(ChannelWeight(values_OI.T, by_group[0][:, 0]), order_I, scheme)
+    values_GJO = values_OI.T.reshape(-1, scheme.group, values_OI.shape[0])
+    scales_GO, *offset = (array.T for array in by_group)
+    zeros_GO, minima_GO = (offset[0] if scheme.offset == name else None for name in ("zeros", "minima"))
+    return QuantizedWeight(GroupedWeight(values_GJO, scales_GO, zeros_GO, minima_GO), order_I, scheme)

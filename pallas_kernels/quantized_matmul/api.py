@@ -24,6 +24,7 @@ def quantized_matmul(
     *,
     activations: str | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
+    inputs_axis: str | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """x @ w, products summed in float32 (int32 with `activations="int8"`).
@@ -34,6 +35,8 @@ def quantized_matmul(
       activations: "int8" rounds each row of x to int8, its largest magnitude to 127, and multiplies integers; for
         `ChannelWeight` alone.
       out_dtype: float32, bfloat16 or float16; x's by default.
+      inputs_axis: under `shard_map`, the mesh axis that the inputs are split over: rows are then rounded to int8 alike
+        on all devices, whose results are parts of a sum.
       implementation: force one by name ("mosaic_gpu", "xla", "reference"), instead of choosing by device.
 
     Returns:
@@ -62,7 +65,7 @@ def quantized_matmul(
         },
         forced=implementation,
     )
-    return function(x_TI, w, activations=activations, out_dtype=dtype)
+    return function(x_TI, w, activations=activations, out_dtype=dtype, inputs_axis=inputs_axis)
 
 
 def _refused_by_mosaic_gpu(x_TI: jax.Array, w: Weight) -> str | None:

@@ -72,6 +72,7 @@ def quantized_matmul(
     *,
     activations: str | None = None,
     out_dtype: jnp.dtype,
+    inputs_axis: str | None = None,
     block: Block | None = None,
 ) -> jax.Array:
     """See `api.quantized_matmul`. A block of one's own is for tuning.

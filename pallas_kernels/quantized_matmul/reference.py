@@ -22,19 +22,27 @@ def dequantize(w: Weight) -> jax.Array:
     return values.reshape(w.shape)
 
 
-def quantize_rows(x_TI: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each row to int8, its largest magnitude to 127: (values int8 [T, I], scale float32 [T, 1])."""
+def quantize_rows(x_TI: jax.Array, inputs_axis: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """Each row to int8, its largest magnitude to 127: (values int8 [T, I], scale float32 [T, 1]).
+
+    Args:
+      inputs_axis: the mesh axis that the inputs are split over, if they are.
+    """
     x_TI = x_TI.astype(jnp.float32)
     largest_T1 = jnp.max(jnp.abs(x_TI), axis=-1, keepdims=True)
+    if inputs_axis is not None:
+        largest_T1 = lax.pmax(largest_T1, inputs_axis)
     scale_T1 = jnp.where(largest_T1 > 0, largest_T1, 1.0) / 127
     return jnp.round(x_TI / scale_T1).astype(jnp.int8), scale_T1
 
 
-def quantized_matmul(x_TI: jax.Array, w: Weight, *, activations: str | None, out_dtype: jnp.dtype) -> jax.Array:
+def quantized_matmul(
+    x_TI: jax.Array, w: Weight, *, activations: str | None, out_dtype: jnp.dtype, inputs_axis: str | None = None
+) -> jax.Array:
     """See `api.quantized_matmul`."""
     if activations == "int8":
         assert isinstance(w, ChannelWeight)
-        q_TI, scale_T1 = quantize_rows(x_TI)
+        q_TI, scale_T1 = quantize_rows(x_TI, inputs_axis)
         y_TO = lax.dot(q_TI, w.values_IO, preferred_element_type=jnp.int32).astype(jnp.float32)
         return (y_TO * scale_T1 * w.scale_O.astype(jnp.float32)).astype(out_dtype)
     y_TO = jnp.dot(x_TI.astype(jnp.float32), dequantize(w), precision=lax.Precision.HIGHEST)

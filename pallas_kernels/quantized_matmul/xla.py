@@ -28,12 +28,14 @@ CPU_CHUNK_BYTES = 4 << 20  # of dequantized weight: about what stays in a core's
 CPU_ROWS = 8  # with fewer, bfloat16 and int8 products are slow on the CPU
 
 
-def quantized_matmul(x_TI: jax.Array, w: Weight, *, activations: str | None, out_dtype: jnp.dtype) -> jax.Array:
+def quantized_matmul(
+    x_TI: jax.Array, w: Weight, *, activations: str | None, out_dtype: jnp.dtype, inputs_axis: str | None = None
+) -> jax.Array:
     """See `api.quantized_matmul`."""
     platform = current_device().platform
     if activations == "int8":
         assert isinstance(w, ChannelWeight)
-        return _int8_arithmetic(x_TI, w, pad=platform == "cpu").astype(out_dtype)
+        return _int8_arithmetic(x_TI, w, inputs_axis, pad=platform == "cpu").astype(out_dtype)
     if platform == "cpu":
         y_TO = _by_chunks(x_TI, w)
     elif isinstance(w, ChannelWeight):
@@ -51,9 +53,9 @@ def _einsum(axes: str, x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum(axes, x, w, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _int8_arithmetic(x_TI: jax.Array, w: ChannelWeight, *, pad: bool) -> jax.Array:
+def _int8_arithmetic(x_TI: jax.Array, w: ChannelWeight, inputs_axis: str | None, *, pad: bool) -> jax.Array:
     T = x_TI.shape[0]
-    q_TI, scale_T1 = quantize_rows(x_TI)
+    q_TI, scale_T1 = quantize_rows(x_TI, inputs_axis)
     q_TI = jnp.pad(q_TI, ((0, max(CPU_ROWS - T, 0) if pad else 0), (0, 0)))
     y_TO = lax.dot(q_TI, w.values_IO, preferred_element_type=jnp.int32)[:T].astype(jnp.float32)
     return y_TO * scale_T1 * w.scale_O.astype(jnp.float32)

@@ -1,6 +1,6 @@
 """Compiles whole decode steps of real models for chips that are not here; run by the compilers' interpreter.
 
-python tests/engine/decode_steps.py llama-3-8b v6e:2
+python tests/engine/decode_steps.py llama-3-8b v6e:2 [int8|int4|fp8|w8a8]
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from jaxinfer.config import SchedulerConfig
 from jaxinfer.engine.programs import StepSpecs, make_forward, make_sample
 from jaxinfer.engine.step_inputs import ForwardShape, RowShape
 from jaxinfer.models.cards import CARDS
-from jaxinfer.models.decoder import decoder_structure
+from jaxinfer.models.decoder import decoder_structure, matrices
 from jaxinfer.models.partition import Partition
+from jaxinfer.quantization.recipe import Recipe
 from pallas_kernels.dispatch import device_of
 from pallas_kernels.paged_attention import gpu, tpu
 from pallas_kernels.paged_attention.layout import PageLayout
@@ -28,13 +29,15 @@ from sharding.mesh import MeshConfig
 SEQUENCES, CONTEXT, PAGE_SIZE = 64, 4096, 64
 
 
-def facts(model_name: str, chips: str) -> dict:
+def facts(model_name: str, chips: str, weights: str | None = None) -> dict:
     """What the compiler made of a step of 64 sequences of 4,096 tokens, on a mesh of all the chips along `tensor`."""
     devices = described_devices(chips)
     tensor, device = len(devices), device_of(devices[0])
     config = MeshConfig(tensor=tensor)
     mesh, model = config.build(devices)[0][0], CARDS[model_name]
-    structure = decoder_structure(model, jnp.bfloat16, Partition.of(model, config.rules()))
+    schemes = Recipe.parse(weights).choose(matrices(model, jnp.bfloat16), {}, device.platform, 2).schemes
+    partition = Partition.of(model, config.rules(), schemes)
+    structure = decoder_structure(model, jnp.bfloat16, partition, schemes=schemes)
     scheduler = SchedulerConfig(
         max_num_seqs=SEQUENCES,
         max_num_batched_tokens=SEQUENCES,
@@ -76,6 +79,7 @@ def facts(model_name: str, chips: str) -> dict:
         "alias_bytes": step.alias_bytes,
         "temp_bytes": step.temp_bytes,
         "total_bytes": step.total_bytes,
+        "weight_bytes": structure.bytes_per_device(),
         "smallest_matrix_bytes": min(
             w.shape[0] * w.shape[1] * 2 // tensor for name, w in structure.specs.items() if len(w.shape) == 2
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import compilers
@@ -19,6 +20,20 @@ def test_llama_3_8b_with_64_sequences_of_4096_tokens(environment, chips, attenti
     check(step, attention, layers=32)
     # Nothing as large as a layer's smallest matrix is written to main memory, let alone the live KV.
     assert step["smallest_matrix_bytes"] > 12 << 20
+
+
+@pytest.mark.slow
+@compilers.newest_environment
+@pytest.mark.parametrize(("chips", "attention"), [("h200:1", "mosaic_gpu"), ("v6e:2", "tpu_custom_call")])
+def test_llama_3_8b_with_weights_of_4_bits(environment, chips, attention):
+    """No weight is dequantized in memory: all that is large are parts of the kernel's sums, on the GPU."""
+    step = compilers.run(environment, STEPS, "llama-3-8b", chips, "int4")
+    assert all(re.fullmatch(r".* f32\[\d+,64,\d+\] \d+", result) for result in step["large_results"])
+    check(step | {"large_results": []}, attention, layers=32)
+    # Of 32 layers' 6.98e9 weights 4 bits each, with 3 bytes for each 128; embedding and head are in 16 bits.
+    packed = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336) * (0.5 + 3 / 128)
+    wide = 2 * 128256 * 4096 * 2
+    assert step["weight_bytes"] == pytest.approx((packed + wide) / step["num_chips"], rel=1e-3)
 
 
 @pytest.mark.slow

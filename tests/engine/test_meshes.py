@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,14 +44,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, cache_dir: Path, mesh: str | None, pages: int = PAGES) -> Engine:
+def start(folder: Path, cache_dir: Path, mesh: str | None, pages: int = PAGES, **options: Any) -> Engine:
     """Steps of 8 tokens, so that most prompts come in chunks, and few pages, so that sequences are preempted."""
     sizes = MeshConfig.parse(mesh)
     heads = max(TINY.kv_heads, sizes.tensor) // sizes.tensor
     page_bytes = math.ceil(TINY.layers / sizes.stage) * 2 * heads * TINY.H * PAGE_SIZE * 4
     config = EngineConfig(
         model=str(folder), dtype="float32", mesh=mesh, max_num_seqs=6, max_num_batched_tokens=8, page_size=PAGE_SIZE,
-        max_model_len=64, kv_cache_bytes=pages * page_bytes,
+        max_model_len=64, kv_cache_bytes=pages * page_bytes, **options,
     )  # fmt: skip
     return Engine.start(config, cache_dir=cache_dir)
 
@@ -200,6 +201,38 @@ def test_a_rules_table_changes_no_token(folder, cache_dir, expected, tmp_path, r
     file.write_text(f"[mesh]\ntensor = 2\n[rules]\n{rules}\n")
     with start(folder, cache_dir, str(file), pages=2 * PAGES) as engine:  # whole heads take twice the bytes
         check_same(ask(engine), expected)
+
+
+# Groups of 16 that no shard of 84 features has whole, and q kept otherwise than k and v.
+PACKED = {"quantize": "int4", "group_size": 16, "quantize_rules": ("*.qkv.q=int8", "head=fp8"), "packed": True}
+
+
+@pytest.fixture(scope="module")
+def expected_packed(folder: Path, cache_dir: Path) -> list[Answer]:
+    with start(folder, cache_dir, None, **PACKED) as engine:
+        return [answer.wait() for answer in ask(engine)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tensor=4", "data=2,stage=2,tensor=2"])
+def test_packed_weights_on_a_mesh_give_the_tokens_of_one_device(folder, cache_dir, expected_packed, mesh):
+    with start(folder, cache_dir, mesh, **PACKED) as engine:
+        check_same(ask(engine), expected_packed)
+        for runner in engine.runners:
+            for leaves in runner.leaves:
+                assert not any(leaf.dtype == np.float32 and leaf.ndim > 1 and leaf.size > 384 * 64 for leaf in leaves)
+
+
+@pytest.mark.slow
+def test_packed_weights_move_to_another_mesh(folder, cache_dir, expected_packed):
+    with start(folder, cache_dir, "tensor=2", pages=2 * PAGES, **PACKED) as engine:
+        answers = [ask(engine, "first")]
+        for mesh in ("tensor=8", "stage=2,tensor=2", "tensor=1"):
+            answers[-1][0].wait_first()
+            engine.reshard(mesh)
+            answers.append(ask(engine, mesh))
+        for some in answers:
+            check_same(some, expected_packed)
 
 
 def smollm2_tokens(cache_dir: Path, mesh: str | None) -> list[list[int]]:

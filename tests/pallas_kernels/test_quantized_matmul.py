@@ -349,7 +349,7 @@ def test_hopper_takes_the_kernel(kind, monkeypatch):
     monkeypatch.setattr(api, "current_device", lambda: Device("gpu", kind))
     monkeypatch.setattr(gpu, "quantized_matmul", lambda x, w, **options: called.append(options))
     quantized_matmul(jnp.ones((1, 32), jnp.bfloat16), grouped_weight(rng, 1, 32, 256))
-    assert called == [{"activations": None, "out_dtype": jnp.dtype(jnp.bfloat16)}]
+    assert called == [{"activations": None, "out_dtype": jnp.dtype(jnp.bfloat16), "inputs_axis": None}]
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ X, W, W8 = (
         (X, W._replace(zeros_GO=jnp.zeros((2, 8))), {}, "zeros are float32"),
         (X, W._replace(minima_GO=jnp.zeros((2, 7))), {}, r"minima: float32 \(2, 7\)"),
         (X, W._replace(zeros_GO=jnp.zeros((2, 8), jnp.int8), minima_GO=W.scales_GO), {}, "not both"),
-        (X, W8._replace(values_IO=W8.values_IO.astype(jnp.int4)), {}, "are int8, not int4"),
+        (X, W8._replace(values_IO=W8.values_IO.astype(jnp.int4)), {}, "are int4; they are one of int8, float8_e4m3fn"),
         (X, W8._replace(scale_O=W8.scale_O[:7]), {}, r"scale: float32 \(7,\)"),
         (X, W, {"activations": "int8"}, "needs a ChannelWeight"),
         (X, W8, {"activations": "fp8"}, "activations is 'fp8'"),

@@ -1,0 +1,166 @@
+"""Which matrices are kept at fewer bits, and how: from settings, from what a checkpoint has, and from the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from jaxinfer.errors import InvalidArgumentError
+from jaxinfer.quantization.tensor import Scheme
+from pallas_kernels.quantized_matmul import GROUP_SIZES
+
+FLOAT = "float"
+# What `quantize` makes of a matrix in floats; groups are of the size that is set.
+KINDS: Mapping[str, Scheme] = {
+    "int8": Scheme("int8"),
+    "w8a8": Scheme("int8", activations="int8"),
+    "int4": Scheme("uint4", 128, "bfloat16", "zeros"),
+    "fp8": Scheme("float8_e4m3fn"),
+}
+# By pattern, the first that fits: what stays wide unless a rule of the user's says otherwise. Vectors always do.
+WIDE = ("embed", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to do with a model's matrices.
+
+    Attributes:
+      kind: a key of `KINDS`, or "float"; None keeps what the checkpoint has.
+      group_size: inputs that share a scale, for "int4".
+      rules: (pattern, kind), the first that fits; patterns are of `fnmatch`, over names such as "layers.0.qkv.q".
+      packed: whether quantized matrices stay so in memory. None: unless the device is a CPU, which multiplies by them
+        more slowly than by floats; int8 of whole rows is multiplied in integers there.
+    """
+
+    kind: str | None = None
+    group_size: int = 128
+    rules: tuple[tuple[str, str], ...] = ()
+    packed: bool | None = None
+
+    @classmethod
+    def parse(
+        cls, kind: str | None, group_size: int = 128, rules: Sequence[str] = (), packed: bool | None = None
+    ) -> Recipe:
+        """
+        Args:
+          rules: each "pattern=kind".
+
+        Raises:
+          InvalidArgumentError: something unknown, and what there is.
+        """
+        kinds = (*KINDS, FLOAT)
+        if kind is not None and kind not in kinds:
+            raise InvalidArgumentError("quantize", kind, f"one of {', '.join(kinds)}")
+        if group_size not in GROUP_SIZES:
+            raise InvalidArgumentError("group_size", group_size, f"one of {', '.join(map(str, GROUP_SIZES))}")
+        parsed = []
+        for rule in rules:
+            pattern, equals, what = rule.rpartition("=")
+            if not equals or not pattern or what not in kinds:
+                raise InvalidArgumentError("quantize_rules", rule, f"PATTERN=KIND, the kind one of {', '.join(kinds)}")
+            parsed.append((pattern, what))
+        return cls(kind, group_size, tuple(parsed), packed)
+
+    def choose(
+        self, matrices: Mapping[str, tuple[int, int]], theirs: Mapping[str, Scheme], platform: str, value_bytes: int
+    ) -> Choice:
+        """
+        Args:
+          matrices: shape [out, in] of every matrix, by name.
+          theirs: schemes of those that the checkpoint has quantized.
+          platform: that of the devices, as `dispatch.Device` has it.
+          value_bytes: of a float.
+
+        Raises:
+          InvalidArgumentError: a rule fits no matrix.
+        """
+        for pattern, _ in self.rules:
+            if not any(fnmatchcase(name, pattern) for name in matrices):
+                raise InvalidArgumentError(
+                    "quantize_rules", pattern, f"a pattern of a matrix: {', '.join(_ends(matrices))}"
+                )
+        schemes, rounded = dict[str, Scheme](), dict[str, Scheme]()
+        expanded = list[str]()
+        for name in matrices:
+            scheme = self._scheme(name, theirs.get(name))
+            if scheme is None:
+                if name in theirs:
+                    expanded.append(name)
+            elif self._packs(scheme, platform):
+                integers = platform == "cpu" and scheme == KINDS["int8"] and self.packed is None
+                schemes[name] = KINDS["w8a8"] if integers else scheme
+            elif scheme != theirs.get(name):
+                rounded[name] = scheme
+            else:
+                expanded.append(name)
+        return Choice(schemes, rounded, _notes(matrices, schemes, rounded, expanded, platform, value_bytes))
+
+    def _scheme(self, name: str, theirs: Scheme | None) -> Scheme | None:
+        kind = next((what for pattern, what in self.rules if fnmatchcase(name, pattern)), None)
+        if kind is None:
+            if any(fnmatchcase(name, pattern) for pattern in WIDE):
+                return None
+            kind = self.kind
+        if kind is None:
+            return theirs
+        if kind == FLOAT:
+            return None
+        return replace(KINDS[kind], group=self.group_size) if kind == "int4" else KINDS[kind]
+
+    def _packs(self, scheme: Scheme, platform: str) -> bool:
+        if self.packed is not None:
+            return self.packed
+        return platform != "cpu" or (scheme.values == "int8" and scheme.group is None and not scheme.reordered)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What comes of a recipe.
+
+    Attributes:
+      schemes: of the matrices that are quantized in memory, by name.
+      rounded: of those that are not, but have the numbers of quantized ones.
+      notes: for people.
+    """
+
+    schemes: Mapping[str, Scheme]
+    rounded: Mapping[str, Scheme]
+    notes: tuple[str, ...]
+
+
+def _notes(
+    matrices: Mapping[str, tuple[int, int]],
+    schemes: Mapping[str, Scheme],
+    rounded: Mapping[str, Scheme],
+    expanded: Sequence[str],
+    platform: str,
+    value_bytes: int,
+) -> tuple[str, ...]:
+    notes = []
+    for scheme, count in Counter(schemes.values()).most_common():
+        names = [name for name in matrices if schemes.get(name) == scheme]
+        size = sum(matrices[name][0] * matrices[name][1] for name in names)
+        packed = sum(scheme.nbytes(*matrices[name]) for name in names)
+        notes.append(f"{count} matrices are {scheme}, {_mb(packed)} instead of {_mb(size * value_bytes)}")
+    for scheme, count in Counter(rounded.values()).most_common():
+        notes.append(f"{count} matrices are rounded to {scheme} and kept in floats, which the CPU multiplies faster")
+    if kept := [name for name in expanded if name not in WIDE]:
+        why = ", which the CPU multiplies faster" if platform == "cpu" else ""
+        notes.append(f"{len(kept)} matrices that the checkpoint has quantized are kept in floats{why}")
+    if wide := [name for name in expanded if name in WIDE]:
+        notes.append(f"{', '.join(wide)}: quantized in the checkpoint, kept in floats")
+    return tuple(notes)
+
+
+def _ends(matrices: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Their names, layers alike as one."""
+    return list(
+        dict.fromkeys("layers.*." + name.split(".", 2)[2] if name.startswith("layers.") else name for name in matrices)
+    )
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.0f} MB"
