@@ -7,7 +7,7 @@ down. Letters as in `models.layers`, with B sequences of length L.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -125,8 +125,6 @@ class Layer:
 
     @property
     def _alone(self) -> ModelConfig:
-        from dataclasses import replace
-
         return replace(self.config, layers=(self.spec,))  # equal layers share programs
 
     def moments(self, weights: Weights, names: Iterable[str]) -> dict[str, Moments]:

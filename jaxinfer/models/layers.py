@@ -9,10 +9,7 @@ Arrays in traced code end in the letters of their dimensions:
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 from collections.abc import Callable
-from dataclasses import dataclass
-=======
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple

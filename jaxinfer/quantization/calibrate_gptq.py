@@ -8,6 +8,7 @@ x xᵀ over their inputs x (the Hessian, up to a factor). Letters as in `calibra
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def _rounded(w_OI: jax.Array, factor_II: jax.Array, scheme: Scheme) -> Rounded:
     (O, I), J = w_OI.shape, scheme.group  # noqa: E741
     assert J is not None
 
-    def column(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def column(j: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         w_JO, values_JO, errors_JO, u_JJ, grid = carry
         values_O = grid.round(w_JO[j], scheme)
         error_O = (w_JO[j] - grid.numbers(values_O)) / u_JJ[j, j]

@@ -30,9 +30,8 @@ def awq(packed: Packed) -> dict[str, np.ndarray]:
 def gptq(packed: Packed) -> dict[str, np.ndarray]:
     """Inputs go back to the model's order; `g_idx` says which group each is of."""
     values_OI, zeros_OG = _unsigned(packed)
-    bits, group = packed.scheme.bits, packed.scheme.group
-    inputs = values_OI.shape[1]
-    groups_I = np.arange(inputs, dtype=np.int32) // group
+    bits, groups = packed.scheme.bits, packed.scales_OG.shape[1]
+    groups_I = np.repeat(np.arange(groups, dtype=np.int32), values_OI.shape[1] // groups)
     if packed.order_I is not None:
         back = np.argsort(packed.order_I)
         values_OI, groups_I = values_OI[:, back], groups_I[back]
