@@ -56,7 +56,22 @@ DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's own), flo
 MeshOption = Annotated[
     str | None, typer.Option(help="Mesh axes and sizes, as data=2,stage=2,tensor=4, or a TOML file with a rules table.")
 ]
-QuantizeOption = Annotated[str | None, typer.Option(help="Weights at fewer bits. This version: none.")]
+QuantizeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="Weights as int8, w8a8 (activations too), int4, int4:64 (groups of 64), fp8 or float. "
+        "\\[default: what the checkpoint has]",
+    ),
+]
+QuantizeRulesOption = Annotated[
+    list[str] | None,
+    typer.Option("--quantize-rule", metavar="PATTERN=KIND", help="For matrices of such names, as 'layers.0.*=int8'."),
+]
+PackedOption = Annotated[
+    bool | None,
+    typer.Option(help="Keep quantized weights packed in memory. \\[default: except on a CPU, where floats are faster]"),
+]
 MaxModelLenOption = Annotated[
     int | None, typer.Option(min=2, help="Longest sequence, prompt and output. \\[default: the model's own]")
 ]
@@ -113,6 +128,8 @@ def serve(
     dtype: DtypeOption = _DEFAULTS.dtype,
     mesh: MeshOption = None,
     quantize: QuantizeOption = None,
+    quantize_rule: QuantizeRulesOption = None,
+    packed: PackedOption = None,
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: MaxBatchedOption = _DEFAULTS.max_num_batched_tokens,
@@ -217,6 +234,8 @@ def serve(
         dtype=dtype,
         mesh=mesh,
         quantize=quantize,
+        quantize_rules=quantize_rule,
+        packed=packed,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -347,6 +366,8 @@ def generate(
     dtype: DtypeOption = _DEFAULTS.dtype,
     mesh: MeshOption = None,
     quantize: QuantizeOption = None,
+    quantize_rule: QuantizeRulesOption = None,
+    packed: PackedOption = None,
     kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     max_model_len: MaxModelLenOption = None,
     offline: OfflineOption = False,
@@ -365,6 +386,8 @@ def generate(
         dtype=dtype,
         mesh=mesh,
         quantize=quantize,
+        quantize_rules=quantize_rule,
+        packed=packed,
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
         max_num_seqs=max(n, 8),
@@ -404,6 +427,8 @@ def chat(
     dtype: DtypeOption = _DEFAULTS.dtype,
     mesh: MeshOption = None,
     quantize: QuantizeOption = None,
+    quantize_rule: QuantizeRulesOption = None,
+    packed: PackedOption = None,
     kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     max_model_len: MaxModelLenOption = None,
     server: Annotated[str | None, typer.Option(help="Talk to a running server (host:port) instead.")] = None,
@@ -466,6 +491,8 @@ def chat(
         dtype=dtype,
         mesh=mesh,
         quantize=quantize,
+        quantize_rules=quantize_rule,
+        packed=packed,
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
         max_num_seqs=8,
@@ -588,6 +615,8 @@ def throughput(
     dtype: DtypeOption = _DEFAULTS.dtype,
     mesh: MeshOption = None,
     quantize: QuantizeOption = None,
+    quantize_rule: QuantizeRulesOption = None,
+    packed: PackedOption = None,
     page_size: PageSizeOption = _DEFAULTS.page_size,
     kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
@@ -602,6 +631,8 @@ def throughput(
         dtype=dtype,
         mesh=mesh,
         quantize=quantize,
+        quantize_rules=quantize_rule,
+        packed=packed,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=page_size,
@@ -631,7 +662,10 @@ def throughput(
 # Pieces the commands share.
 
 
-def _engine_config(*, kv_cache_gib: float | None = None, **fields: Any) -> EngineConfig:
+def _engine_config(
+    *, kv_cache_gib: float | None = None, quantize_rules: list[str] | None = None, **fields: Any
+) -> EngineConfig:
+    fields["quantize_rules"] = tuple(quantize_rules or ())
     if kv_cache_gib is None:
         return EngineConfig(**fields)
     _check_finite("kv_cache_gib", kv_cache_gib)

@@ -136,9 +136,8 @@ class EngineConfig:
       mesh: mesh axes and sizes, as "data=2,stage=2,tensor=4", or a TOML file that also has a rules table (see
         `sharding.mesh`); None is one device.
       micro_batches: parts of each step where the mesh has stages; None is as many as there are stages.
-      quantize: what becomes of matrices: "int8", "w8a8" (activations in int8 too), "int4", "fp8", or "float"; None
-        keeps what the checkpoint has.
-      group_size: inputs that share a scale, for "int4".
+      quantize: what becomes of matrices: "int8", "w8a8" (activations in int8 too), "int4" (in groups of 128; "int4:64"
+        in groups of 64), "fp8", or "float"; None keeps what the checkpoint has.
       quantize_rules: "PATTERN=KIND", the first that fits a matrix's name, as "layers.0.*=int8" or "head=int8"; without
         one, embedding and head stay in floats.
       packed: keep quantized matrices packed in memory. None does so except on a CPU, which multiplies faster by floats,
@@ -164,7 +163,6 @@ class EngineConfig:
     mesh: str | None = None
     micro_batches: int | None = None
     quantize: str | None = None
-    group_size: int = 128
     quantize_rules: tuple[str, ...] = ()
     packed: bool | None = None
     max_model_len: int | None = None

@@ -125,7 +125,7 @@ def start_up(
     report: Progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
     _mesh(config)
-    recipe = Recipe.parse(config.quantize, config.group_size, config.quantize_rules, config.packed)
+    recipe = Recipe.parse(config.quantize, config.quantize_rules, config.packed)
     asked_dtype = parse_dtype(config.dtype)
     source = resolve(
         config.model, cache_dir=cache_dir, offline=offline, progress=lambda done, all_: report("download", done, all_)
