@@ -11,7 +11,7 @@ import pytest
 import tiny_checkpoints
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.errors import EngineDeadError, InvalidArgumentError, JaxinferError, ModelNotFoundError, UnsupportedError
+from jaxinfer.errors import EngineDeadError, InvalidArgumentError, JaxinferError, ModelNotFoundError
 from jaxinfer.llm import RequestOutput
 
 CONTEXT = 64
