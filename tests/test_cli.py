@@ -242,6 +242,7 @@ REFUSALS = {
     "no finite drain": (("--drain-seconds", "inf"), "drain_seconds = inf"),
     "no finite wait": (("--stuck-seconds", "inf"), "stuck_seconds = inf"),
     "no finite cache": (("--kv-cache-gib", "inf"), "kv_cache_gib = inf"),
+    "no such cache": (("--kv-cache-dtype", "int4"), "kv_cache_dtype = 'int4' is not allowed: one of auto, int8, fp8"),
 }
 
 

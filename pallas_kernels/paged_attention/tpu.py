@@ -63,6 +63,8 @@ def refusal(device: Device, layout: PageLayout, q_dtype: Any, pool: KV, group: i
         return f"the device is no TPU but {device.kind}"
     if device.kind not in CHIPS:
         return f"{device.kind} is none of {', '.join(sorted(set(CHIPS.values())))}"
+    if dtype == jnp.uint8:
+        return "a pool of bytes, as a CPU keeps float8_e4m3fn"
     if elements % LANES:
         return f"rows of {elements} elements; the kernel takes multiples of {LANES}, as pool_spec pads them"
     rows = 16 if isinstance(pool, QuantizedKV) else _rows_of_write(dtype)  # quantized pages move whole

@@ -111,12 +111,12 @@ def test_prefix_hits_chunks_copies_and_preemption_change_no_token(
 
 
 def test_what_was_never_written_is_never_read(house: House, truth: Reference):
-    """int8 has no NaN, but its scales have."""
+    """int8 has no NaN, but its scales have; bytes of 127 are NaN in fp8."""
     runner = house.engine.runners[0]
 
     def poison() -> None:
-        bad = lambda leaf: np.full(leaf.shape, -77 if leaf.dtype == jnp.int8 else np.nan, np.float32)
-        runner.pools = jax.tree.map(lambda leaf: jax.device_put(bad(leaf).astype(leaf.dtype)), runner.pools)
+        bad = lambda leaf: np.full(leaf.shape, np.nan if leaf.dtype == jnp.float32 else 127, leaf.dtype)
+        runner.pools = jax.tree.map(lambda leaf: jax.device_put(bad(leaf)), runner.pools)
 
     house.on_loop(poison)
     prompts = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
