@@ -1,6 +1,6 @@
-"""GGUF files: metadata and tensors, dequantized a few rows at a time.
+"""GGUF files: metadata and tensors, unpacked a few rows at a time.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Block formats come from the gguf package. Its
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Sizes of blocks come from the gguf package. Its
 GGUFReader is not used: it makes an array object of every string of a vocabulary, which takes seconds (4.7 s for
 49,152 tokens, where the parser below takes a tenth of one), and does not check that tensors lie within the file.
 """
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from jaxinfer.checkpoints.reader import Index, MappedFile, TensorInfo, check_disjoint, shown
 from jaxinfer.errors import CheckpointError, UnsupportedError
+from jaxinfer.quantization.gguf_blocks import SCHEMES, unpack
 from jaxinfer.quantization.tensor import Packed, Scheme
 
 _FLOATS = {
@@ -27,7 +27,6 @@ _FLOATS = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 # Value types of metadata, by their number in the file: scalars as struct codes, then the two others.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -55,8 +54,7 @@ class GGUFReader:
       UnsupportedError: a version or byte order of the format that is not read here.
     """
 
-    dtypes = frozenset((*_FLOATS, *QUANTIZED))
-    schemes: Mapping[str, Scheme] = {}
+    dtypes = frozenset((*_FLOATS, *SCHEMES))
 
     def __init__(self, path: Path):
         self.path = path
@@ -72,6 +70,11 @@ class GGUFReader:
             raise CheckpointError(f"{path}: truncated within its header") from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: bad GGUF header: {shown(error)}") from error
+        self.schemes: Mapping[str, Scheme] = {
+            name: SCHEMES[info.dtype]
+            for name, info in self.tensors.items()
+            if info.dtype in SCHEMES and len(info.shape) == 2
+        }
         check_disjoint(
             path,
             ((place.offset, place.offset + place.size, name) for name, place in self._places.items()),
@@ -81,20 +84,24 @@ class GGUFReader:
         info, place = self.tensors[name], self._places[name]
         if info.dtype in _FLOATS:
             return self._file.array(place.offset, info.shape, _FLOATS[info.dtype])[index]
-        kind = GGMLQuantizationType[info.dtype]
-        elements, size = GGML_QUANT_SIZES[kind]
+        elements, _ = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
         outer, columns = info.shape[:-1], info.shape[-1]
         start, stop, _ = index[len(outer)].indices(columns) if len(index) > len(outer) else (0, columns, 1)
         first, end = start // elements, -(-stop // elements)  # whole blocks
-        blocks = self._file.array(place.offset, (*outer, columns // elements, size), np.dtype(np.uint8))
         where: tuple[Any, ...] = (*index[: len(outer)], ..., slice(first, end), slice(None))
-        blocks = blocks[where]
-        # As one long row: gguf takes 16 rows at a time, which are too few to keep NumPy out of Python.
-        floats = dequantize(blocks.reshape(1, -1), kind)
-        return floats.reshape(*blocks.shape[:-2], -1)[..., start - first * elements : stop - first * elements]
+        blocks = self._blocks(name)[where]
+        floats = unpack(blocks.reshape(-1, *blocks.shape[-2:]), info.dtype).dequantize()
+        return floats[:, start - first * elements : stop - first * elements].reshape(*blocks.shape[:-2], stop - start)
 
     def read_packed(self, name: str, rows: slice = slice(None)) -> Packed:
-        raise AssertionError(f"{name} is in floats")
+        return unpack(self._blocks(name)[rows], self.tensors[name].dtype).check(f"{self.path}: {shown(name)}")
+
+    def _blocks(self, name: str) -> np.ndarray:
+        """Bytes of a quantized tensor: [..., blocks of a row, bytes of a block]."""
+        info = self.tensors[name]
+        elements, size = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
+        shape = (*info.shape[:-1], info.shape[-1] // elements, size)
+        return self._file.array(self._places[name].offset, shape, np.dtype(np.uint8))
 
     def chunks(self, name: str) -> None:
         return None

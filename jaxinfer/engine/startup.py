@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.checkpoints.checkpoint import Checkpoint, open_checkpoint, parse_dtype
 from jaxinfer.checkpoints.source import resolve
-from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from jaxinfer.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.executables import ExecutableCache
 from jaxinfer.engine.programs import Programs, load_or_compile
 from jaxinfer.engine.runner import Runner
@@ -96,7 +96,7 @@ class Started:
     """What an engine runs on.
 
     Attributes:
-      dtype: of weights, activations and cache.
+      dtype: of weights and activations.
       choice: which weights are quantized.
       runners: of each replica, warmed up.
       seconds: what each part of the start took.
@@ -125,7 +125,7 @@ def start_up(
     report: Progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
     _mesh(config)
-    recipe = Recipe.parse(config.quantize, config.group_size, config.quantize_rules, config.packed)
+    recipe = Recipe.parse(config.quantize, config.quantize_rules, config.packed)
     asked_dtype = parse_dtype(config.dtype)
     source = resolve(
         config.model, cache_dir=cache_dir, offline=offline, progress=lambda done, all_: report("download", done, all_)
@@ -173,7 +173,8 @@ def described(layout: Layout, model: ModelConfig) -> str:
     each = " a replica" if layout.mesh.data > 1 else ""
     return (
         f"mesh {layout.mesh}{''.join(f' ({note})' for note in notes)}; {scheduler.max_num_seqs} sequences at once"
-        f"{each}, context {scheduler.max_model_len}, {scheduler.num_pages} pages of {scheduler.page_size} tokens{each}"
+        f"{each}, context {scheduler.max_model_len}; KV cache of {scheduler.num_pages * scheduler.page_size} tokens in "
+        f"{scheduler.num_pages} pages{each}, {scheduler.kv_dtype}, {scheduler.kv_token_bytes} bytes a token"
     )
 
 
@@ -303,13 +304,14 @@ def _scheduler_config(
     partition = structures[0].partition
     heads, vocab = partition.rules.ways("kv_heads"), partition.rules.ways("vocab")
     rules = rules_bytes(config.max_num_seqs + 1, partition.vocab_size) // vocab
-    budget, num_pages = config.kv_cache_bytes, 1 << 40
+    kv_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype] or np.dtype(dtype).name
+    budget, num_pages, all_pages = config.kv_cache_bytes, 1 << 40, 0
     for structure in structures:
         per_page = page_bytes(
-            *(len(structure.stage.layers_of(model)), partition.num_kv_heads, model.head_dim),
-            *(config.page_size, dtype, device_of(device)),
+            *(len(structure.stage.layers_of(model)), partition.num_kv_heads // heads, model.head_dim),
+            *(config.page_size, kv_dtype, device_of(device)),
         )
-        per_page //= heads
+        all_pages += per_page * heads
         other = structure.bytes_per_device() + rules - our_bytes
         budget = config.kv_cache_bytes or _pool_memory(device, other, mesh.num_devices)
         num_pages = min(num_pages, budget // per_page)
@@ -326,6 +328,8 @@ def _scheduler_config(
         prefix_caching=config.prefix_caching,
         max_waiting=config.max_waiting,
         max_waiting_tokens=config.max_waiting_tokens,
+        kv_dtype=kv_dtype,
+        kv_token_bytes=all_pages // config.page_size,
     )
 
 

@@ -160,8 +160,11 @@ def _check_shapes(q_TNH, k_TKH, v_TKH, pool: KV, page_table_SM, kv_lens_S, query
         )
     if isinstance(pool, QuantizedKV):
         L, P, _, page_size, _ = pool.values.shape
-        if pool.scales.shape != (L, P, 2 * K, page_size):
-            raise KernelError(f"the pool's scales are {pool.scales.shape}, not {(L, P, 2 * K, page_size)}")
+        *others, row = pool.scales.shape
+        if others != [L, P, 2 * K] or row < page_size:
+            raise KernelError(
+                f"the pool's scales are {pool.scales.shape}, not {(L, P, 2 * K, page_size)}, or longer rows"
+            )
 
 
 def _pad_heads(x_TNH: jax.Array, to: int) -> jax.Array:

@@ -27,7 +27,7 @@ class QuantizedKV(NamedTuple):
 
     Attributes:
       values: a pool, or the rows [T, X, E] of new tokens.
-      scales: float32, one for each token and head, of keys and of values: [L, P, 2K, page_size], or [T, 2K].
+      scales: float32, one for each token and head, of keys and of values: [L, P, 2K, page_size or more], or [T, 2K].
     """
 
     values: jax.Array
@@ -89,7 +89,9 @@ class PageLayout(NamedTuple):
         else:
             part = values[..., which::2, :, :]
         return (
-            part.astype(jnp.float32) * pages.scales[..., which::2, :, None] if isinstance(pages, QuantizedKV) else part
+            part.astype(jnp.float32) * pages.scales[..., which::2, : part.shape[-2], None]
+            if isinstance(pages, QuantizedKV)
+            else part
         )
 
 
@@ -121,5 +123,7 @@ def pool_spec(
     values = jax.ShapeDtypeStruct(shape, dtype)
     if jnp.dtype(dtype) not in QUANTIZED:
         return values
-    scales = jax.ShapeDtypeStruct((num_layers, num_pages, 2 * num_kv_heads, page_size), jnp.float32)
+    # A TPU keeps rows of 128 all the same, or else in an order of its own, from which every step would copy them.
+    row = -(-page_size // 128) * 128 if device.platform == "tpu" else page_size
+    scales = jax.ShapeDtypeStruct((num_layers, num_pages, 2 * num_kv_heads, row), jnp.float32)
     return QuantizedKV(values, scales)  # type: ignore[arg-type]

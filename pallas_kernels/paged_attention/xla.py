@@ -113,7 +113,7 @@ def _read_pages(pool: KV, layout: PageLayout, layer: jax.Array, page_XW: jax.Arr
     read_XKCH = pages[pick].swapaxes(1, 2).reshape(X, K, W * page_size, H)
     if not isinstance(pool, QuantizedKV):
         return read_XKCH
-    scales = pool.scales.reshape(L * P, K, 2, page_size)[layer * P + page_XW, :, part]
+    scales = pool.scales.reshape(L * P, K, 2, -1)[layer * P + page_XW, :, part, :page_size]
     return read_XKCH.astype(jnp.float32) * scales.swapaxes(1, 2).reshape(X, K, W * page_size, 1)
 
 

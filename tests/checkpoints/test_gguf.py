@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tiny_checkpoints import K_TYPES, VARIANTS, write_gguf, write_hf_folder
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
-from jaxinfer.checkpoints.gguf import QUANTIZED, GGUFReader
+from jaxinfer.checkpoints.gguf import GGUFReader
 from jaxinfer.checkpoints.source import Source
 from jaxinfer.errors import CheckpointError, JaxinferError, UnsupportedError
+from jaxinfer.quantization.gguf_blocks import SCHEMES
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_a_gguf_and_a_folder_of_the_same_weights_are_the_same_model(tmp_path, va
     assert_same(from_gguf.load(dtype=jnp.float32), expected, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", *QUANTIZED])
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", *SCHEMES])
 def test_every_type_of_tensor(tmp_path, dtype):
     tiny = VARIANTS["blocks"]
     held = write_gguf(tmp_path / "tiny.gguf", tiny, dtype)
@@ -80,7 +81,7 @@ def test_every_type_of_tensor(tmp_path, dtype):
 
 
 def test_the_k_types_are_all_there():
-    assert set(K_TYPES) <= set(QUANTIZED)
+    assert set(K_TYPES) <= set(SCHEMES)
 
 
 def test_metadata_is_what_the_gguf_package_reads(tiny_file):
@@ -122,6 +123,30 @@ def test_rows_are_read_alone(tmp_path):
     np.testing.assert_array_equal(reader.read("blk.0.ffn_down.weight", (slice(3, 7),)), expected[3:7])
     reader.release("blk.0.ffn_down.weight")
     np.testing.assert_array_equal(reader.read("blk.0.ffn_down.weight"), expected)
+
+
+@pytest.mark.parametrize("dtype", SCHEMES)
+def test_rows_are_read_packed(tmp_path, dtype):
+    held = write_gguf(tmp_path / "tiny.gguf", VARIANTS["blocks"], dtype)
+    reader = GGUFReader(tmp_path / "tiny.gguf")
+    name = "blk.0.ffn_down.weight"
+    assert {reader.tensors[name].dtype for name in reader.schemes} == {dtype}
+    assert reader.schemes.keys() == {name for name, info in reader.tensors.items() if len(info.shape) == 2}
+    packed = reader.read_packed(name, slice(3, 7))
+    assert packed.scheme == reader.schemes[name] == SCHEMES[dtype]
+    np.testing.assert_array_equal(packed.dequantize(), held["model.layers.0.mlp.down_proj.weight"][3:7])
+    np.testing.assert_array_equal(reader.read(name, (slice(3, 7), slice(40, 300))), packed.dequantize()[:, 40:300])
+
+
+def test_scales_that_are_not_finite_name_file_and_tensor(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, VARIANTS["blocks"], "Q4_0")
+    place = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.0.ffn_up.weight")
+    raw = bytearray(path.read_bytes())
+    raw[place.data_offset : place.data_offset + 2] = np.float16(np.inf).tobytes()
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf: blk\.0\.ffn_up\.weight: scales that are not finite"):
+        GGUFReader(path).read_packed("blk.0.ffn_up.weight")
 
 
 def test_a_type_that_is_not_read_here_is_named(tmp_path):

@@ -204,7 +204,7 @@ def test_a_rules_table_changes_no_token(folder, cache_dir, expected, tmp_path, r
 
 
 # Groups of 16 that no shard of 84 features has whole, and q kept otherwise than k and v.
-PACKED = {"quantize": "int4", "group_size": 16, "quantize_rules": ("*.qkv.q=int8", "head=fp8"), "packed": True}
+PACKED = {"quantize": "int4:16", "quantize_rules": ("*.qkv.q=int8", "head=fp8"), "packed": True}
 
 
 @pytest.fixture(scope="module")

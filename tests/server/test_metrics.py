@@ -69,6 +69,8 @@ STATS = EngineStats(
     host_ms_per_step=0.75,
     waiting_tokens=77,
     audit_breaches_total=5,
+    kv_dtype="int8",
+    kv_token_bytes=136,
 )
 
 
