@@ -546,6 +546,66 @@ def convert(
     print(output)
 
 
+@app.command("quantize")
+def quantize_(
+    method: Annotated[str, typer.Option(help="awq, gptq, or rtn: to the nearest, without a calibration text.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="New folder to write.", show_default=False)],
+    model: ModelOption = _DEFAULTS.model,
+    bits: Annotated[int, typer.Option(help="8 or 4; awq has 4 alone.")] = 4,
+    group_size: Annotated[int, typer.Option(help="Inputs that share a scale: 16, 32, 64 or 128.")] = 128,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option("--symmetric/--asymmetric", help="Without zero points, or with. \\[default: with them for awq]"),
+    ] = None,
+    act_order: Annotated[
+        bool, typer.Option("--act-order", help="gptq: inputs by how much they matter, in groups of their own order.")
+    ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Text to calibrate by. \\[default: one that comes with jaxinfer]")
+    ] = None,
+    mesh: Annotated[str | None, typer.Option(help="Devices that share the work, as tensor=4.")] = None,
+    offline: OfflineOption = False,
+) -> None:
+    """Write a model at 4 or 8 bits, as a folder that vLLM and transformers read too. Interrupted, it can go on."""
+    check_top_level_packages("sharding", "pallas_kernels")
+    from jaxinfer.checkpoints.checkpoint import open_checkpoint
+    from jaxinfer.checkpoints.source import resolve
+    from jaxinfer.engine.startup import open_tokenizer
+    from jaxinfer.quantize import Settings, quantize, read_text
+    from sharding.mesh import MeshConfig, MeshError
+
+    settings = Settings(
+        method=method,  # type: ignore[arg-type]
+        bits=bits,
+        group_size=group_size,
+        symmetric=symmetric,
+        act_order=act_order,
+    )
+    try:
+        meshes = MeshConfig.parse(mesh).build()
+    except MeshError as error:
+        raise InvalidArgumentError("mesh", mesh, str(error)) from error
+    text = read_text(calibration)
+    with _progress_bars() as progress:
+        source = resolve(
+            model,
+            cache_dir=_cache_dir(),
+            offline=offline,
+            progress=lambda done, total: progress("download", done, total),
+        )
+        checkpoint = open_checkpoint(source)
+        quantize(
+            checkpoint,
+            open_tokenizer(checkpoint).encode,
+            text,
+            output,
+            settings,
+            devices=[device for replica in meshes for stage in replica for device in stage.devices.flat],
+            progress=lambda done, total: progress("quantize", done, total),
+        )
+    print(output)
+
+
 @app.command()
 def plan(
     model: Annotated[

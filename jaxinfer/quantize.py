@@ -47,8 +47,8 @@ BATCH = 8  # sequences at a time, at least
 STATE = ".quantize"
 _SETTINGS, _LOCK = "settings.json", "lock"
 _FILE_BYTES = 2 << 30  # of a safetensors file
-_TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-_NOT_COPIED = ("config.json", "quantize_config.json", "model.safetensors.index.json", "held_out.txt")
+_TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", "*.tiktoken")
+_NOT_COPIED = ("config.json", "quantize_config.json", "model.safetensors.index.json")
 
 type Progress = Callable[[int, int], None]  # (layers done, layers in all)
 
@@ -141,9 +141,12 @@ class Settings:
 _WRITE = {"rtn": writers.compressed_tensors, "awq": writers.awq, "gptq": writers.gptq}
 
 
-def calibration_text() -> str:
-    """The text that comes with the package."""
-    return (resources.files("jaxinfer") / "calibration.txt").read_text("utf-8")
+def read_text(file: Path | None) -> str:
+    """A calibration text; None is the one that comes with the package. Raises InvalidArgumentError."""
+    try:
+        return (file or resources.files("jaxinfer") / "calibration.txt").read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError("calibration", str(file), f"a text file in UTF-8 ({error})") from error
 
 
 def quantize(

@@ -2,8 +2,8 @@
 
     nice python scripts/train_small_llama.py FOLDER
 
-It takes about eight minutes on two idle CPU cores (0.5 s a step). FOLDER becomes a Hugging Face folder, in float32, with
-held-out text of the same kind in `held_out.txt`. Same seed, same Python, same machine: same weights.
+It takes about eight minutes on two idle CPU cores (0.5 s a step). FOLDER becomes a Hugging Face folder, in float32, and
+gets held-out text of the same kind, `held_out.txt`. Same seed, same Python, same machine: same weights.
 """
 
 from __future__ import annotations

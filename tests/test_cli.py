@@ -192,7 +192,7 @@ ERRORS = {
     "dtype": (("--dtype", "int3"), 1, "invalid_argument: dtype = 'int3'"),
     "mesh": (("--mesh", "wide=1"), 1, "invalid_argument: mesh = 'wide=1'"),
     "large mesh": (("--mesh", "tensor=64"), 1, "mesh tensor=64 needs 64 devices; there are 8"),
-    "quantize": (("--quantize", "int4"), 1, "unsupported: quantize='int4'"),
+    "quantize": (("--quantize", "int3"), 1, "invalid_argument: quantize = 'int3'"),
     "option": (("--bogus",), 2, "No such option: --bogus"),
 }
 
