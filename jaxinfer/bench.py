@@ -92,6 +92,8 @@ def throughput(
         "input_len": input_len,
         "output_len": output_len,
         "max_num_seqs": engine.scheduler_config.max_num_seqs,
+        "kv_dtype": engine.scheduler_config.kv_dtype,
+        "kv_token_bytes": engine.scheduler_config.kv_token_bytes,
         "rounds": rounds,
         "output_tokens_per_s": round(rate, 1),
         "total_tokens_per_s": round(rate * (input_len + output_len) / output_len, 1),

@@ -56,13 +56,31 @@ DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's own), flo
 MeshOption = Annotated[
     str | None, typer.Option(help="Mesh axes and sizes, as data=2,stage=2,tensor=4, or a TOML file with a rules table.")
 ]
-QuantizeOption = Annotated[str | None, typer.Option(help="Weights at fewer bits. This version: none.")]
+QuantizeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="Weights as int8, w8a8 (activations too), int4, int4:64 (groups of 64), fp8 or float. "
+        "\\[default: what the checkpoint has]",
+    ),
+]
+QuantizeRulesOption = Annotated[
+    list[str] | None,
+    typer.Option("--quantize-rule", metavar="PATTERN=KIND", help="For matrices of such names, as 'layers.0.*=int8'."),
+]
+PackedOption = Annotated[
+    bool | None,
+    typer.Option(help="Keep quantized weights packed in memory. \\[default: except on a CPU, where floats are faster]"),
+]
 MaxModelLenOption = Annotated[
     int | None, typer.Option(min=2, help="Longest sequence, prompt and output. \\[default: the model's own]")
 ]
 MaxNumSeqsOption = Annotated[int, typer.Option(min=1, help="Most sequences that run at once.")]
 MaxBatchedOption = Annotated[int, typer.Option(min=1, help="Token budget of a step.")]
 PageSizeOption = Annotated[int, typer.Option(min=1, help="Tokens a page of the KV cache.")]
+KvDtypeOption = Annotated[
+    str, typer.Option("--kv-cache-dtype", help="Of the KV cache: auto (that of activations), int8 or fp8.")
+]
 KvCacheOption = Annotated[
     float | None, typer.Option(min=0.001, help="GiB of the KV cache. \\[default: 1 on a CPU, else what is free]")
 ]
@@ -110,10 +128,13 @@ def serve(
     dtype: DtypeOption = _DEFAULTS.dtype,
     mesh: MeshOption = None,
     quantize: QuantizeOption = None,
+    quantize_rule: QuantizeRulesOption = None,
+    packed: PackedOption = None,
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: MaxBatchedOption = _DEFAULTS.max_num_batched_tokens,
     page_size: PageSizeOption = _DEFAULTS.page_size,
+    kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     kv_cache_gib: KvCacheOption = None,
     prefix_caching: Annotated[bool, typer.Option(help="Share pages between equal prefixes.")] = True,
     max_waiting: Annotated[int, typer.Option(min=1, help="Most requests that may wait.")] = _DEFAULTS.max_waiting,
@@ -213,10 +234,13 @@ def serve(
         dtype=dtype,
         mesh=mesh,
         quantize=quantize,
+        quantize_rules=quantize_rule,
+        packed=packed,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=page_size,
+        kv_cache_dtype=kv_cache_dtype,
         kv_cache_gib=kv_cache_gib,
         prefix_caching=prefix_caching,
         max_waiting=max_waiting,
@@ -342,6 +366,9 @@ def generate(
     dtype: DtypeOption = _DEFAULTS.dtype,
     mesh: MeshOption = None,
     quantize: QuantizeOption = None,
+    quantize_rule: QuantizeRulesOption = None,
+    packed: PackedOption = None,
+    kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     max_model_len: MaxModelLenOption = None,
     offline: OfflineOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outputs as JSON.")] = False,
@@ -355,7 +382,15 @@ def generate(
         n=n, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, max_tokens=max_tokens
     )
     config = _engine_config(
-        model=model, dtype=dtype, mesh=mesh, quantize=quantize, max_model_len=max_model_len, max_num_seqs=max(n, 8)
+        model=model,
+        dtype=dtype,
+        mesh=mesh,
+        quantize=quantize,
+        quantize_rules=quantize_rule,
+        packed=packed,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max(n, 8),
     )
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"text": prompt}
     with _engine(config, offline) as engine:
@@ -392,6 +427,9 @@ def chat(
     dtype: DtypeOption = _DEFAULTS.dtype,
     mesh: MeshOption = None,
     quantize: QuantizeOption = None,
+    quantize_rule: QuantizeRulesOption = None,
+    packed: PackedOption = None,
+    kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     max_model_len: MaxModelLenOption = None,
     server: Annotated[str | None, typer.Option(help="Talk to a running server (host:port) instead.")] = None,
     offline: OfflineOption = False,
@@ -449,7 +487,15 @@ def chat(
     if tls or tls_ca or tls_cert or tls_key:
         raise InvalidArgumentError("tls", True, "given only with --server, as are its files")
     config = _engine_config(
-        model=model, dtype=dtype, mesh=mesh, quantize=quantize, max_model_len=max_model_len, max_num_seqs=8
+        model=model,
+        dtype=dtype,
+        mesh=mesh,
+        quantize=quantize,
+        quantize_rules=quantize_rule,
+        packed=packed,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=8,
     )
     with _engine(config, offline) as engine:
         converse(lambda said: _events(engine, {"messages": list(said)}, params))
@@ -500,6 +546,66 @@ def convert(
     print(output)
 
 
+@app.command("quantize")
+def quantize_(
+    method: Annotated[str, typer.Option(help="awq, gptq, or rtn: to the nearest, without a calibration text.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="New folder to write.", show_default=False)],
+    model: ModelOption = _DEFAULTS.model,
+    bits: Annotated[int, typer.Option(help="8 or 4; awq has 4 alone.")] = 4,
+    group_size: Annotated[int, typer.Option(help="Inputs that share a scale: 16, 32, 64 or 128.")] = 128,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option("--symmetric/--asymmetric", help="Without zero points, or with. \\[default: with them for awq]"),
+    ] = None,
+    act_order: Annotated[
+        bool, typer.Option("--act-order", help="gptq: inputs by how much they matter, in groups of their own order.")
+    ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Text to calibrate by. \\[default: one that comes with jaxinfer]")
+    ] = None,
+    mesh: Annotated[str | None, typer.Option(help="Devices that share the work, as tensor=4.")] = None,
+    offline: OfflineOption = False,
+) -> None:
+    """Write a model at 4 or 8 bits, as a folder that vLLM and transformers read too. Interrupted, it can go on."""
+    check_top_level_packages("sharding", "pallas_kernels")
+    from jaxinfer.checkpoints.checkpoint import open_checkpoint
+    from jaxinfer.checkpoints.source import resolve
+    from jaxinfer.engine.startup import open_tokenizer
+    from jaxinfer.quantize import Settings, quantize, read_text
+    from sharding.mesh import MeshConfig, MeshError
+
+    settings = Settings(
+        method=method,  # type: ignore[arg-type]
+        bits=bits,
+        group_size=group_size,
+        symmetric=symmetric,
+        act_order=act_order,
+    )
+    try:
+        meshes = MeshConfig.parse(mesh).build()
+    except MeshError as error:
+        raise InvalidArgumentError("mesh", mesh, str(error)) from error
+    text = read_text(calibration)
+    with _progress_bars() as progress:
+        source = resolve(
+            model,
+            cache_dir=_cache_dir(),
+            offline=offline,
+            progress=lambda done, total: progress("download", done, total),
+        )
+        checkpoint = open_checkpoint(source)
+        quantize(
+            checkpoint,
+            open_tokenizer(checkpoint).encode,
+            text,
+            output,
+            settings,
+            devices=[device for replica in meshes for stage in replica for device in stage.devices.flat],
+            progress=lambda done, total: progress("quantize", done, total),
+        )
+    print(output)
+
+
 @app.command()
 def plan(
     model: Annotated[
@@ -509,7 +615,7 @@ def plan(
     mesh: Annotated[
         str, typer.Option(help="Mesh axes and sizes, as tensor=8; auto takes the fastest that fits of all.")
     ] = "auto",
-    weights: Annotated[str, typer.Option(help="bf16, int8 or int4 (groups of 128).")] = "bf16",
+    weights: Annotated[str, typer.Option(help="bf16, int8, w8a8, int4 (groups of 128) or fp8.")] = "bf16",
     kv: Annotated[str, typer.Option(help="Of the KV cache: bf16, int8 or fp8.")] = "bf16",
     context: Annotated[
         int | None,
@@ -569,7 +675,10 @@ def throughput(
     dtype: DtypeOption = _DEFAULTS.dtype,
     mesh: MeshOption = None,
     quantize: QuantizeOption = None,
+    quantize_rule: QuantizeRulesOption = None,
+    packed: PackedOption = None,
     page_size: PageSizeOption = _DEFAULTS.page_size,
+    kv_cache_dtype: KvDtypeOption = _DEFAULTS.kv_cache_dtype,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     offline: OfflineOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -582,9 +691,12 @@ def throughput(
         dtype=dtype,
         mesh=mesh,
         quantize=quantize,
+        quantize_rules=quantize_rule,
+        packed=packed,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=page_size,
+        kv_cache_dtype=kv_cache_dtype,
     )
     with _engine(config, offline) as engine:
         with _progress_bars() as progress:
@@ -610,7 +722,10 @@ def throughput(
 # Pieces the commands share.
 
 
-def _engine_config(*, kv_cache_gib: float | None = None, **fields: Any) -> EngineConfig:
+def _engine_config(
+    *, kv_cache_gib: float | None = None, quantize_rules: list[str] | None = None, **fields: Any
+) -> EngineConfig:
+    fields["quantize_rules"] = tuple(quantize_rules or ())
     if kv_cache_gib is None:
         return EngineConfig(**fields)
     _check_finite("kv_cache_gib", kv_cache_gib)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from jaxinfer.errors import InvalidArgumentError
 
 MIN_SCORING_ROWS = 64
+# What `kv_cache_dtype` may be -> dtype of the pages' values; None is that of activations.
+KV_CACHE_DTYPES = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,8 @@ class SchedulerConfig:
       prefix_caching: whether full pages are kept and shared between equal prefixes.
       max_waiting: most requests that may wait; one more is refused.
       max_waiting_tokens: most prompt tokens that may wait; one request alone always may.
+      kv_dtype: of the pages' values, and part of a prefix's identity; None is that of activations.
+      kv_token_bytes: what a token takes in the pages of all devices together; 0 where nobody has said.
     """
 
     max_num_seqs: int
@@ -85,6 +89,8 @@ class SchedulerConfig:
     prefix_caching: bool = True
     max_waiting: int = 1024
     max_waiting_tokens: int = 1 << 20
+    kv_dtype: str | None = None
+    kv_token_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -126,13 +132,12 @@ class EngineConfig:
 
     Attributes:
       model: a Hugging Face folder, a .gguf file, a folder that `jaxinfer convert` wrote, a hub id or an alias.
-      dtype: of weights and cache: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+      dtype: of weights and activations: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
       mesh: mesh axes and sizes, as "data=2,stage=2,tensor=4", or a TOML file that also has a rules table (see
         `sharding.mesh`); None is one device.
       micro_batches: parts of each step where the mesh has stages; None is as many as there are stages.
-      quantize: what becomes of matrices: "int8", "w8a8" (activations in int8 too), "int4", "fp8", or "float"; None
-        keeps what the checkpoint has.
-      group_size: inputs that share a scale, for "int4".
+      quantize: what becomes of matrices: "int8", "w8a8" (activations in int8 too), "int4" (in groups of 128; "int4:64"
+        in groups of 64), "fp8", or "float"; None keeps what the checkpoint has.
       quantize_rules: "PATTERN=KIND", the first that fits a matrix's name, as "layers.0.*=int8" or "head=int8"; without
         one, embedding and head stay in floats.
       packed: keep quantized matrices packed in memory. None does so except on a CPU, which multiplies faster by floats,
@@ -141,6 +146,8 @@ class EngineConfig:
       max_num_seqs: most sequences that run at once in a replica.
       max_num_batched_tokens: token budget of a replica's step.
       page_size: tokens a page of the KV cache.
+      kv_cache_dtype: of keys and values in the cache: "auto" (that of activations), or "int8" or "fp8" (e4m3), either
+        with a float32 scale for each token and head.
       kv_cache_bytes: memory of the page pool on each device; None takes 1 GiB of a CPU's memory for all devices
         together, else what is left of the device's memory.
       prefix_caching: share full pages between equal prefixes.
@@ -156,13 +163,13 @@ class EngineConfig:
     mesh: str | None = None
     micro_batches: int | None = None
     quantize: str | None = None
-    group_size: int = 128
     quantize_rules: tuple[str, ...] = ()
     packed: bool | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 256
     page_size: int = 32
+    kv_cache_dtype: str = "auto"
     kv_cache_bytes: int | None = None
     prefix_caching: bool = True
     max_waiting: int = 1024
@@ -172,6 +179,8 @@ class EngineConfig:
     compile_cache: bool = True
 
     def __post_init__(self) -> None:
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise InvalidArgumentError("kv_cache_dtype", self.kv_cache_dtype, f"one of {', '.join(KV_CACHE_DTYPES)}")
         least = {
             **{"max_num_seqs": 1, "max_num_batched_tokens": 1, "page_size": 1, "max_waiting": 1},
             "max_waiting_tokens": 1,

@@ -61,7 +61,7 @@ class LLM:
 
     Args:
       model: a Hugging Face folder, a .gguf file, a hub id or an alias.
-      dtype, mesh, quantize, and further options: see `jaxinfer.config.EngineConfig`.
+      dtype, mesh, quantize, and further options, such as kv_cache_dtype: see `jaxinfer.config.EngineConfig`.
       cache_dir: for downloads and compiled programs; None is ~/.cache/jaxinfer, or what JAXINFER_CACHE says.
 
     Raises: as `Engine.start`.

@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.engine.programs import POOL_AXES, StepSpecs, forward_shapes, make_forward, make_sample, row_shapes
+from jaxinfer.engine.programs import StepSpecs, forward_shapes, make_forward, make_sample, row_shapes
 from jaxinfer.errors import InvalidArgumentError, UnsupportedError
-from jaxinfer.kv_cache.pool import pool_spec
 from jaxinfer.models.cards import CARDS
 from jaxinfer.models.decoder import DecoderStructure
 from jaxinfer.models.partition import Partition
 from jaxinfer.plan_sizes import DTYPE, KV_DTYPES, WEIGHTS, PlanRequest, Sizes
-from pallas_kernels.dispatch import device_of
 from sharding.compile import CompiledStep, CompileError, compile_for
 from sharding.hardware import HardwareError, described_devices, parse_devices
 from sharding.mesh import MeshConfig
@@ -197,8 +195,8 @@ def _compiled(
     except HardwareError as error:
         hint = "; --no-compile plans by arithmetic alone"
         raise UnsupportedError(f"{error}{hint}") from error
-    if sizes.chip.platform == "tpu" and not _tpu_compiles(sizes, mesh, deployment):
-        why = "a TPU's compiler refuses what its memory cannot hold, and so the step in 16 bits"
+    if sizes.chip.platform == "tpu" and not deployment.kv_tokens:
+        why = "a TPU's compiler refuses what its memory cannot hold"
         return deployment, (), [f"not compiled: {why}; temporaries and collectives are assumed"]
     structures, num_pages = sizes.structures(mesh), _pages_to_compile(deployment)
     alike: dict[Any, list[int]] = {}
@@ -219,35 +217,21 @@ def _compiled(
             raise CompileError(f"{name}: {error}") from error
     progress("compile", len(jobs), len(jobs))
     temporaries = [max(p.step.temp_bytes for p in programs if number in p.stages) for number in range(len(structures))]
-    stages = zip(deployment.stages, structures, temporaries, strict=True)
-    costs = [replace(costs, temp_bytes=temp + sizes.dequantized_bytes(s)) for costs, s, temp in stages]
+    stages = zip(deployment.stages, temporaries, strict=True)
+    costs = [replace(costs, temp_bytes=temp) for costs, temp in stages]
     notes = [f"compiled with a pool of {num_pages} pages of {deployment.page_size} tokens"]
     if any(after.temp_bytes > before.temp_bytes for before, after in zip(deployment.stages, costs, strict=True)):
         notes.append(
             "temporaries are above what activations and logits take, so programs copy parts of the pool, and a larger "
             "pool needs more: before you count on more sequences than you asked for, plan with as many"
         )
-    if sizes.request.weights != "bf16":
-        notes.append(
-            f"a step with {sizes.request.weights} weights was not compiled: temporaries and collectives are those of "
-            "the 16-bit step"
-        )
     return replace(deployment, stages=tuple(costs)), tuple(programs), notes
-
-
-def _tpu_compiles(sizes: Sizes, mesh: MeshConfig, deployment: Deployment) -> bool:
-    """Whether the step in 16 bits, whatever the weights, leaves room for the pool that it is compiled with."""
-    for structure, memory in zip(sizes.structures(mesh), deployment.memory, strict=True):
-        wider = structure.bytes_per_device() - memory.weights
-        if wider > (memory.left if deployment.fits else 0):
-            return False
-    return deployment.kv_tokens > 0
 
 
 def _pages_to_compile(deployment: Deployment) -> int:
     """Of a replica's pool: what was asked for, or what fits, since a TPU's compiler refuses more.
 
-    Some programs copy parts of the pool (XLA's attention on v4, scales of 8-bit pages), so its size matters.
+    Some programs copy parts of the pool (XLA's attention on v4), so its size matters.
     """
     if deployment.fits:
         return deployment.sequences_per_replica * deployment.pages_per_sequence
@@ -258,14 +242,8 @@ def _programs(
     sizes: Sizes, mesh: MeshConfig, structure: DecoderStructure, submesh: Mesh, num_pages: int
 ) -> list[tuple[str, int, Callable[[], CompiledStep]]]:
     """Name, tokens (or rows) and compilation of a stage's programs: those that the engine would run."""
-    model, rules, stage = sizes.model, structure.partition.rules, structure.stage
-    scheduler = sizes.scheduler(mesh, num_pages)
+    model, stage, scheduler = sizes.model, structure.stage, sizes.scheduler(mesh, num_pages)
     specs = StepSpecs.of(structure, model, scheduler, DTYPE, submesh)
-    heads = structure.partition.num_kv_heads, model.head_dim
-    pages = pool_spec(len(stage.layers_of(model)), *heads, num_pages, scheduler.page_size, sizes.kv_dtype,
-                      device_of(submesh.devices.flat[0]))  # fmt: skip
-    lies = NamedSharding(submesh, rules.spec(POOL_AXES))
-    pool = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies), pages)
     shardings = partial(jax.tree.map, lambda leaf: leaf.sharding)
     shapes = forward_shapes(scheduler)
     decode, prefill = next(s for s in shapes if s.num_tokens >= scheduler.max_num_seqs), shapes[-1]
@@ -276,9 +254,14 @@ def _programs(
             compile_for,
             submesh,
             make_forward(structure, model, shape, submesh),
-            *(specs.leaves, pool, specs.last_tokens if stage.is_first else hidden_TD, specs.on_all((shape.size,))),
+            *(
+                specs.leaves,
+                specs.pool,
+                specs.last_tokens if stage.is_first else hidden_TD,
+                specs.on_all((shape.size,)),
+            ),
             donate_argnums=1,
-            out_shardings=(shardings(pool), specs.everywhere),
+            out_shardings=(shardings(specs.pool), specs.everywhere),
         )
         jobs.append((name, shape.num_tokens, compile_it))
     if stage.is_last:
@@ -300,23 +283,16 @@ def _programs(
 
 def _notes(sizes: Sizes, mesh: MeshConfig, num_devices: int) -> list[str]:
     request, chip = sizes.request, sizes.chip
-    notes = Partition.of(sizes.model, mesh.rules()).notes(sizes.model)
+    notes = Partition.of(sizes.model, mesh.rules(), sizes.schemes).notes(sizes.model)
     if mesh.num_devices < num_devices:
         notes.append(f"{num_devices - mesh.num_devices} of {num_devices} devices stay idle")
     if request.weights != "bf16":
+        notes.append(f"{request.weights} weights: matrices of the layers; embedding, head and norms stay as they are")
+    size, why = sizes.dequantized(sizes.structures(mesh)[0])
+    if size:
         notes.append(
-            f"{request.weights} weights, which the engine does not serve yet, as its kernels take them: matrices of "
-            "the layers; embedding, head and norms stay as they are"
-        )
-    if sizes.dequantized_bytes(sizes.structures(mesh)[0]):
-        notes.append(
-            f"no kernel reads int4 in groups on {chip.name}: long steps write a matrix out in 16 bits, which is "
-            "counted in temporaries, and take longer than the roofline"
-        )
-    if request.kv != "bf16":
-        notes.append(
-            f"{request.kv} KV, which the engine does not serve yet, as its kernels take it: with a float32 scale for "
-            "each token and head"
+            f"long steps write a matrix out in 16 bits first, {size / 1e6:.0f} MB at most, which is counted in "
+            f"temporaries, and take longer than the roofline: the kernel {why}"
         )
     if chip.platform == "gpu":
         if mesh.tensor > 8:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import jax.numpy as jnp
 
-from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from jaxinfer.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig, SchedulerConfig
 from jaxinfer.kv_cache.pool import page_bytes
-from jaxinfer.models.decoder import DecoderStructure, Stage, decoder_structure
+from jaxinfer.models.decoder import DecoderStructure, Stage, decoder_structure, matrices
 from jaxinfer.models.layers import WeightSpec
 from jaxinfer.models.partition import Partition, check_experts
+from jaxinfer.quantization.recipe import KINDS, Recipe
+from jaxinfer.quantization.tensor import Scheme
 from jaxinfer.sampling.logit_rules import rules_bytes
 from pallas_kernels.dispatch import Device
 from sharding.hardware import Chip
@@ -21,9 +24,8 @@ from sharding.planner import Assumptions, Attention, Deployment, Exchange, Stage
 from sharding.rules import ShardingRules
 
 DTYPE = jnp.bfloat16  # of activations, and of weights and pages that are not quantized
-WEIGHTS = ("bf16", "int8", "int4")
-KV_DTYPES = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
-GROUP = 128  # inputs that share an int4 weight's scale
+WEIGHTS = ("bf16", *KINDS)
+KV_DTYPES = {"bf16": "bfloat16"} | {name: dtype for name, dtype in KV_CACHE_DTYPES.items() if dtype is not None}
 
 _DEFAULTS = EngineConfig()
 
@@ -36,7 +38,8 @@ class PlanRequest:
       model: a name in `CARDS`, or a checkpoint on this machine, as `--model` takes it.
       chips: kind and number of devices, as `h200:8`; one may be left out.
       mesh: as `MeshConfig.parse` takes it, or "auto": the fastest that fits of all that use every device.
-      weights, kv: "bf16", "int8", "int4"; "bf16", "int8", "fp8".
+      weights: "bf16", or as `EngineConfig.quantize` has it, int4 in groups of 128.
+      kv: "bf16", "int8", "fp8".
       context: tokens of a sequence, prompt and output together; None is the model's own limit.
       concurrency: sequences at once, all at their full length.
       compiles: False takes arithmetic alone, and assumes what only a compiler knows.
@@ -64,26 +67,25 @@ class Sizes:
     context: int
 
     @property
-    def kv_dtype(self) -> Any:
-        return KV_DTYPES[self.request.kv]
-
-    @property
     def device(self) -> Device:
         return Device(self.chip.platform, self.chip.device_kinds[0])
 
     def structures(self, mesh: MeshConfig) -> list[DecoderStructure]:
-        """Of each stage, in 16 bits.
-
-        The one place that makes them: with `quantize` here, steps over quantized weights would be compiled, and
-        `weight_bytes` and `dequantized_bytes` below be what the structure says.
+        """Of each stage, as the engine would serve it.
 
         Raises:
           MeshError: the model cannot be split so.
         """
         check_experts(mesh)
-        partition = Partition.of(self.model, mesh.rules())
+        partition = Partition.of(self.model, mesh.rules(), self.schemes)
         stages = Stage.split(len(self.model.layers), mesh.stage)
-        return [decoder_structure(self.model, DTYPE, partition, stage) for stage in stages]
+        return [decoder_structure(self.model, DTYPE, partition, stage, schemes=self.schemes) for stage in stages]
+
+    @cached_property
+    def schemes(self) -> Mapping[str, Scheme]:
+        """Of the matrices that are quantized."""
+        recipe = Recipe.parse(None if self.request.weights == "bf16" else self.request.weights)
+        return recipe.choose(matrices(self.model, DTYPE), {}, self.chip.platform, DTYPE.dtype.itemsize).schemes
 
     def scheduler(self, mesh: MeshConfig, num_pages: int = 1) -> SchedulerConfig:
         """Of one replica."""
@@ -94,6 +96,7 @@ class Sizes:
             max_model_len=self.context,
             page_size=self.request.page_size,
             num_pages=num_pages,
+            kv_dtype=KV_DTYPES[self.request.kv],
         )
 
     def deployment(self, mesh: MeshConfig) -> Deployment:
@@ -116,7 +119,7 @@ class Sizes:
 
     def _costs(self, structure: DecoderStructure, scheduler: SchedulerConfig) -> StageCosts:
         model, partition, stage, rules = self.model, structure.partition, structure.stage, structure.partition.rules
-        held = {path: weight_bytes(path, spec, rules, self.request.weights) for path, spec in structure.specs.items()}
+        held = {path: structure.weight_bytes_per_device(path) for path in structure.specs}
         layers, head = Work(), Work()
         for path, spec in structure.specs.items():
             flops = 2 * math.prod(spec.shape) // _ways(spec, rules) if len(spec.shape) == 2 else 0
@@ -128,13 +131,13 @@ class Sizes:
 
         def a_page(num_layers: int) -> int:
             heads = partition.num_kv_heads, model.head_dim
-            return page_bytes(num_layers, *heads, scheduler.page_size, self.kv_dtype, self.device) // kv_heads
+            return page_bytes(num_layers, *heads, scheduler.page_size, scheduler.kv_dtype, self.device) // kv_heads
 
         windows = [layer.window for layer in stage.layers_of(model)]
         return StageCosts(
             weight_bytes=sum(held.values()),
             slot_bytes=rules_bytes(1, partition.vocab_size) // vocab if stage.is_last else 0,
-            temp_bytes=_assumed_temporaries(model, partition, scheduler) + self.dequantized_bytes(structure),
+            temp_bytes=_assumed_temporaries(model, partition, scheduler) + self.dequantized(structure)[0],
             page_bytes=a_page(len(windows)),
             layers=layers,
             head=head,
@@ -150,38 +153,13 @@ class Sizes:
             sent_bytes=0 if stage.is_last else model.hidden_size * DTYPE.dtype.itemsize,
         )
 
-    def dequantized_bytes(self, structure: DecoderStructure) -> int:
-        """Where no kernel reads int4 in groups, XLA writes a prompt's weights out in 16 bits (docs/kernels.md)."""
-        gpu, rules = self.chip.gpu, structure.partition.rules
-        if self.request.weights != "int4" or gpu is None or gpu.compute_capability == (9, 0):
-            return 0
-        return max(
-            weight_bytes(path, spec, rules, "bf16") for path, spec in structure.specs.items() if _quantizes(path, spec)
-        )
+    def dequantized(self, structure: DecoderStructure) -> tuple[int, str]:
+        """What the longest step writes out in 16 bits: see `DecoderStructure.dequantized`."""
+        return structure.dequantized(self.device, self.request.max_num_batched_tokens, DTYPE)
 
 
 def _ways(spec: WeightSpec, rules: ShardingRules) -> int:
     return math.prod(rules.ways(axis) for axis in spec.axes)
-
-
-def _quantizes(path: str, spec: WeightSpec) -> bool:
-    """Matrices of the layers; embedding and head stay wide, as do norms and biases."""
-    return path.startswith("layers.") and len(spec.shape) == 2
-
-
-def weight_bytes(path: str, spec: WeightSpec, rules: ShardingRules, weights: str) -> int:
-    """What one device holds of a weight.
-
-    int8 has a float32 scale for each output; int4 a bfloat16 one for each group of 128 inputs, with inputs padded so
-    that every device has whole groups (`pallas_kernels.quantized_matmul.weights`).
-    """
-    if weights == "bf16" or not _quantizes(path, spec):
-        return math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize // _ways(spec, rules)
-    outputs, inputs = (size // rules.ways(axis) for size, axis in zip(spec.shape, spec.axes, strict=True))
-    if weights == "int8":
-        return outputs * inputs + 4 * outputs
-    groups = -(-inputs // GROUP)
-    return outputs * groups * (GROUP // 2 + 2)
 
 
 def _exchanges(structure: DecoderStructure) -> tuple[Exchange, ...]:

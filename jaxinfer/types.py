@@ -326,23 +326,33 @@ class EngineStats:
     host_ms_per_step: float
     waiting_tokens: int  # prompt tokens of requests that have not started
     audit_breaches_total: int  # idle moments at which the page books did not add up
+    kv_dtype: str  # of the pages' values; the rest of a token's bytes are scales
+    kv_token_bytes: int  # of a replica, over all its devices
+
+    @property
+    def kv_tokens(self) -> int:
+        """What the pages hold."""
+        return self.total_pages * self.page_size
 
     def past(self) -> EngineStats:
         """What stays of it when its loop has been left: the totals."""
-        gauges = ("running", "waiting", "total_pages", "free_pages", "cached_pages", "waiting_tokens")
-        return replace(self, output_tokens_per_s=0.0, **dict.fromkeys(gauges, 0))
+        names = ("running", "waiting", "total_pages", "free_pages", "cached_pages", "waiting_tokens")
+        gauges: dict[str, Any] = dict.fromkeys(names, 0)
+        return replace(self, output_tokens_per_s=0.0, **gauges)
 
     @classmethod
     def total(cls, parts: Sequence[EngineStats]) -> EngineStats:
         """Of several replicas together: sums, but for what is the same in all, and a mean of what is a step's."""
         if len(parts) == 1:
             return parts[0]
-        sums = {name: sum(getattr(part, name) for part in parts) for name in cls.__dataclass_fields__}
+        same = {name: getattr(parts[0], name) for name in ("page_size", "kv_dtype", "kv_token_bytes")}
+        sums = {
+            name: sum(getattr(part, name) for part in parts) for name in cls.__dataclass_fields__ if name not in same
+        }
         host_ms = sum(part.host_ms_per_step * part.steps_total for part in parts) / max(sums["steps_total"], 1)
         # One process counts compilations once, whoever asks.
         compiles = max(part.compiles_after_warmup for part in parts)
-        same = {"page_size": parts[0].page_size, "host_ms_per_step": host_ms, "compiles_after_warmup": compiles}
-        return cls(**sums | same)
+        return cls(**sums | same | {"host_ms_per_step": host_ms, "compiles_after_warmup": compiles})
 
 
 # One row of sampling parameters as the device takes them; a plan carries one for each of its sequences.

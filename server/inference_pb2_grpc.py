@@ -5,7 +5,7 @@ import warnings
 
 from server import inference_pb2 as server_dot_inference__pb2
 
-GRPC_GENERATED_VERSION = '1.80.0'
+GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class InferenceStub(object):
+class InferenceStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -76,7 +76,7 @@ class InferenceStub(object):
                 _registered_method=True)
 
 
-class InferenceServicer(object):
+class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
@@ -190,7 +190,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Inference(object):
+class Inference:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

@@ -98,6 +98,7 @@ def server_info_to_proto(info: ServerInfo) -> pb.GetServerInfoResponse:
         message.stats.CopyFrom(same_fields(info.stats, pb.EngineStats))
         used = info.stats.total_pages - info.stats.free_pages - info.stats.cached_pages
         message.stats.kv_use = used / info.stats.total_pages if info.stats.total_pages else 0.0
+        message.stats.kv_tokens = info.stats.kv_tokens
     return message
 
 

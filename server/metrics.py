@@ -240,6 +240,12 @@ STATS = (
     _Stat(GaugeMetricFamily, "vllm:num_requests_waiting", "Samples that wait to run.", lambda stats: stats.waiting),
     _Stat(
         GaugeMetricFamily,
+        "jaxinfer:kv_cache_tokens",
+        "Tokens that the KV cache's pages hold.",
+        lambda stats: stats.kv_tokens,
+    ),
+    _Stat(
+        GaugeMetricFamily,
         "vllm:kv_cache_usage_perc",
         "Part of the KV cache's pages that is in use; 1 is all of them.",
         lambda stats: _pages_in_use(stats) / stats.total_pages,
@@ -321,6 +327,8 @@ class _StatsCollector(Collector):
         if stats is not None:
             pages = {"free": stats.free_pages, "cached": stats.cached_pages, "in_use": _pages_in_use(stats)}
         yield self._gauge("jaxinfer:kv_cache_pages", "Pages of the KV cache by state.", "state", pages)
+        size = {} if stats is None else {stats.kv_dtype: stats.kv_token_bytes}
+        yield self._gauge("jaxinfer:kv_cache_token_bytes", "Bytes of a token in the KV cache.", "dtype", size)
         parts = {} if engine is None else engine.startup_seconds
         yield self._gauge("jaxinfer:startup_seconds", "Seconds that each part of the start took.", "part", parts)
         state = ServerState.STARTING if engine is None else str(engine.state)

@@ -192,7 +192,7 @@ ERRORS = {
     "dtype": (("--dtype", "int3"), 1, "invalid_argument: dtype = 'int3'"),
     "mesh": (("--mesh", "wide=1"), 1, "invalid_argument: mesh = 'wide=1'"),
     "large mesh": (("--mesh", "tensor=64"), 1, "mesh tensor=64 needs 64 devices; there are 8"),
-    "quantize": (("--quantize", "int4"), 1, "unsupported: quantize='int4'"),
+    "quantize": (("--quantize", "int3"), 1, "invalid_argument: quantize = 'int3'"),
     "option": (("--bogus",), 2, "No such option: --bogus"),
 }
 
@@ -242,6 +242,7 @@ REFUSALS = {
     "no finite drain": (("--drain-seconds", "inf"), "drain_seconds = inf"),
     "no finite wait": (("--stuck-seconds", "inf"), "stuck_seconds = inf"),
     "no finite cache": (("--kv-cache-gib", "inf"), "kv_cache_gib = inf"),
+    "no such cache": (("--kv-cache-dtype", "int4"), "kv_cache_dtype = 'int4' is not allowed: one of auto, int8, fp8"),
 }
 
 

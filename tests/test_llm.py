@@ -11,7 +11,7 @@ import pytest
 import tiny_checkpoints
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.errors import EngineDeadError, InvalidArgumentError, JaxinferError, ModelNotFoundError, UnsupportedError
+from jaxinfer.errors import EngineDeadError, InvalidArgumentError, JaxinferError, ModelNotFoundError
 from jaxinfer.llm import RequestOutput
 
 CONTEXT = 64
@@ -247,7 +247,7 @@ def test_a_wrong_number_of_parameters_is_refused(llm: LLM, count: int):
     ("options", "error", "names"),
     [
         ({"dtype": "int3"}, InvalidArgumentError, "dtype = 'int3'.*float32"),
-        ({"quantize": "int4"}, UnsupportedError, "int4"),
+        ({"quantize": "int3"}, InvalidArgumentError, "int8, w8a8, int4, fp8"),
         ({"mesh": "tensor=64"}, InvalidArgumentError, "tensor=64 needs 64 devices"),
         ({"mesh": "wide=1"}, InvalidArgumentError, "mesh = 'wide=1'.*tensor"),
         ({"max_model_len": CONTEXT + 1}, InvalidArgumentError, "max_model_len = 65.*64"),

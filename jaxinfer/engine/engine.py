@@ -281,6 +281,7 @@ class Engine:
             request.params,
             seed=secrets.randbits(64) if seed is None else seed,
             priority=request.priority,
+            cache_namespace=(self.scheduler_config.kv_dtype or "").encode(),
             banned_words=bad_word_rows(self.tokenizer, request.params.bad_words)
             if request.params.bad_words
             else NO_WORDS,

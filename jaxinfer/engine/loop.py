@@ -402,6 +402,8 @@ class EngineLoop:
             host_ms_per_step=1e3 * self._host_seconds / max(self._steps, 1),
             waiting_tokens=self._waiting_tokens,
             audit_breaches_total=self.audit_breaches,
+            kv_dtype=scheduler.config.kv_dtype or "",
+            kv_token_bytes=scheduler.config.kv_token_bytes,
         )
 
 

@@ -27,6 +27,7 @@ from jaxinfer.sampling.sampler import SampledTokens, SamplingInputs, sample, sam
 from jaxinfer.sampling.vocabulary import Vocabulary
 from pallas_kernels.dispatch import device_of
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.layout import KV
 from pallas_kernels.paged_attention.reference import token_positions
 from sharding.rules import ShardingRules
 
@@ -99,9 +100,7 @@ def make_forward(
     heads."""
     scale, rules, stage = model.head_dim**-0.5, structure.partition.rules, structure.stage
 
-    def forward(
-        leaves: tuple[jax.Array, ...], pool: jax.Array, carried: jax.Array, packed: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(leaves: tuple[jax.Array, ...], pool: KV, carried: jax.Array, packed: jax.Array) -> tuple[KV, jax.Array]:
         inputs = shape.unpack(packed)
         step = (inputs.page_table_SM, inputs.kv_lens_S, inputs.query_starts_S1, inputs.num_seqs)
 
@@ -157,7 +156,7 @@ class StepSpecs(NamedTuple):
     """What the programs of one stage take and give, with shape, dtype and sharding, and no bytes behind it."""
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-    pool: jax.ShapeDtypeStruct
+    pool: Any  # one array, or values and scales: see `kv_cache.pool`
     last_tokens: jax.ShapeDtypeStruct
     hidden_RD: jax.ShapeDtypeStruct
     rules: SlotRules
@@ -182,7 +181,7 @@ class StepSpecs(NamedTuple):
             model.head_dim,
             scheduler.num_pages,
             scheduler.page_size,
-            dtype,
+            scheduler.kv_dtype or dtype,
             device_of(mesh.devices.flat[0]),
         )
         num_slots = scheduler.max_num_seqs + 1
@@ -196,7 +195,7 @@ class StepSpecs(NamedTuple):
                     for path, weight in structure.specs.items()
                 }
             ),
-            pool=spec(pages.shape, pages.dtype, partition.rules.spec(POOL_AXES)),
+            pool=jax.tree.map(lambda leaf: spec(leaf.shape, leaf.dtype, partition.rules.spec(POOL_AXES)), pages),
             last_tokens=spec((num_slots,), jnp.int32, everywhere),
             hidden_RD=spec((scheduler.max_rows, model.hidden_size), dtype, everywhere),
             rules=SlotRules(*(spec(*array, split) for array, split in rules)),
@@ -238,7 +237,7 @@ def load_or_compile(
 
     Args:
       structures: of the stages, in order; `meshes` has the submesh of each.
-      dtype: of activations and of the pool.
+      dtype: of activations, and of the pool where the scheduler has no other.
       progress: gets (programs done, in all), from any of the threads.
     """
     futures: list[Future[jax.stages.Compiled]] = []
@@ -250,6 +249,9 @@ def load_or_compile(
         shardings = jax.tree.map(lambda result: result.sharding, results)
         jitted = jax.jit(function, donate_argnums=donated, out_shardings=shardings)
         return compiled(f"{name} {model} {structures} {results}", jitted, arguments, mesh, executables)
+
+    def zeros(specs: Any) -> Callable[[], Any]:
+        return lambda: jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), specs)
 
     def start(
         mesh: Mesh, name: str, function: Callable[..., Any], *arguments: Any, results: Any,
@@ -274,13 +276,11 @@ def load_or_compile(
             )
         copies = specs.on_all((COPIES_PER_CALL, 2))
         copy = start(mesh, "copy", copy_pages, pool, copies, results=pool, donated=(0,))
-        empty = start(mesh, "empty pool", partial(jnp.zeros, pool.shape, pool.dtype), results=pool)
+        empty = start(mesh, "empty pool", zeros(pool), results=pool)
         stages.append((specs.everywhere, forward, copy, empty))
     state = specs.last_tokens, specs.rules
     entry = EntryShape(structure.partition.vocab_size)
-    empty_state = start(
-        mesh, "empty state", lambda: jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), state), results=state
-    )
+    empty_state = start(mesh, "empty state", zeros(state), results=state)
     enter = start(
         mesh,
         "enter",

@@ -18,6 +18,7 @@ from jaxinfer.kv_cache.pool import COPIES_PER_CALL
 from jaxinfer.sampling.logit_rules import SlotRules
 from jaxinfer.sampling.sampler import SampledTokens
 from jaxinfer.types import MAX_BAD_WORD_TOKENS, SlotEntry, StepPlan, StepTokens
+from pallas_kernels.paged_attention.layout import KV
 
 
 class MicroFlight(NamedTuple):
@@ -66,7 +67,7 @@ class Runner:
     def __init__(self, programs: Programs, leaves: Sequence[tuple[jax.Array, ...]], micro_batches: int | None = None):
         self._programs, self.leaves = programs, tuple(leaves)
         self._micro_batches = len(programs.stages) if micro_batches is None else micro_batches
-        self.pools: list[jax.Array]
+        self.pools: list[KV]
         self._last_tokens: jax.Array
         self._rules: SlotRules
         self._compiles_at_warm_up: int | None = None

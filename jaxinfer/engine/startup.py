@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.checkpoints.checkpoint import Checkpoint, open_checkpoint, parse_dtype
 from jaxinfer.checkpoints.source import resolve
-from jaxinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from jaxinfer.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.executables import ExecutableCache
 from jaxinfer.engine.programs import Programs, load_or_compile
 from jaxinfer.engine.runner import Runner
@@ -96,7 +96,7 @@ class Started:
     """What an engine runs on.
 
     Attributes:
-      dtype: of weights, activations and cache.
+      dtype: of weights and activations.
       choice: which weights are quantized.
       runners: of each replica, warmed up.
       seconds: what each part of the start took.
@@ -125,7 +125,7 @@ def start_up(
     report: Progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
     _mesh(config)
-    recipe = Recipe.parse(config.quantize, config.group_size, config.quantize_rules, config.packed)
+    recipe = Recipe.parse(config.quantize, config.quantize_rules, config.packed)
     asked_dtype = parse_dtype(config.dtype)
     source = resolve(
         config.model, cache_dir=cache_dir, offline=offline, progress=lambda done, all_: report("download", done, all_)
@@ -137,6 +137,7 @@ def start_up(
     executables = ExecutableCache(cache_dir / "programs" if config.compile_cache else None)
     choice = choose_quantization(recipe, model, dtype, checkpoint.schemes)
     layout = share(lay_out(config, model, dtype, choice.schemes, executables))
+    _log_dequantized(layout, dtype)
     with start_threads() as threads:
         tokenizer = threads.submit(open_tokenizer, checkpoint)
         # Programs are made from declarations, so they need not wait for the weights.
@@ -167,13 +168,25 @@ def choose_quantization(recipe: Recipe, model: ModelConfig, dtype: Any, theirs: 
     return choice
 
 
+def _log_dequantized(layout: Layout, dtype: Any) -> None:
+    device, scheduler = device_of(jax.local_devices()[0]), layout.scheduler
+    for name, rows in (("longest", scheduler.max_num_batched_tokens), ("decoding", scheduler.max_num_seqs)):
+        size, why = max(structure.dequantized(device, rows, dtype) for structure in layout.structures)
+        if size:
+            logger.warning(
+                "a %s step, of %d tokens, writes quantized matrices out in floats, up to %.0f MB at a time: the kernel %s",
+                *(name, rows, size / 1e6, why),
+            )
+
+
 def described(layout: Layout, model: ModelConfig) -> str:
     """A layout, for the log."""
     scheduler, notes = layout.scheduler, layout.structures[0].partition.notes(model)
     each = " a replica" if layout.mesh.data > 1 else ""
     return (
         f"mesh {layout.mesh}{''.join(f' ({note})' for note in notes)}; {scheduler.max_num_seqs} sequences at once"
-        f"{each}, context {scheduler.max_model_len}, {scheduler.num_pages} pages of {scheduler.page_size} tokens{each}"
+        f"{each}, context {scheduler.max_model_len}; KV cache of {scheduler.num_pages * scheduler.page_size} tokens in "
+        f"{scheduler.num_pages} pages{each}, {scheduler.kv_dtype}, {scheduler.kv_token_bytes} bytes a token"
     )
 
 
@@ -303,13 +316,14 @@ def _scheduler_config(
     partition = structures[0].partition
     heads, vocab = partition.rules.ways("kv_heads"), partition.rules.ways("vocab")
     rules = rules_bytes(config.max_num_seqs + 1, partition.vocab_size) // vocab
-    budget, num_pages = config.kv_cache_bytes, 1 << 40
+    kv_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype] or np.dtype(dtype).name
+    budget, num_pages, all_pages = config.kv_cache_bytes, 1 << 40, 0
     for structure in structures:
         per_page = page_bytes(
-            *(len(structure.stage.layers_of(model)), partition.num_kv_heads, model.head_dim),
-            *(config.page_size, dtype, device_of(device)),
+            *(len(structure.stage.layers_of(model)), partition.num_kv_heads // heads, model.head_dim),
+            *(config.page_size, kv_dtype, device_of(device)),
         )
-        per_page //= heads
+        all_pages += per_page * heads
         other = structure.bytes_per_device() + rules - our_bytes
         budget = config.kv_cache_bytes or _pool_memory(device, other, mesh.num_devices)
         num_pages = min(num_pages, budget // per_page)
@@ -326,6 +340,8 @@ def _scheduler_config(
         prefix_caching=config.prefix_caching,
         max_waiting=config.max_waiting,
         max_waiting_tokens=config.max_waiting_tokens,
+        kv_dtype=kv_dtype,
+        kv_token_bytes=all_pages // config.page_size,
     )
 
 

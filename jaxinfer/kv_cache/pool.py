@@ -1,4 +1,4 @@
-"""The device's side of the paged cache: one array of pages, donated and aliased through every step."""
+"""The device's side of the paged cache: pages of all layers in one pool, donated and aliased through every step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 
 from pallas_kernels import paged_attention
 from pallas_kernels.dispatch import Device
+from pallas_kernels.paged_attention.layout import KV
 
 COPIES_PER_CALL = 16
 
@@ -28,6 +29,6 @@ def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int, page_size: int
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
 
 
-def copy_pages(pool: jax.Array, copies_C2: jax.Array) -> jax.Array:
+def copy_pages(pool: KV, copies_C2: jax.Array) -> KV:
     """Copies page `copies[i, 0]` to page `copies[i, 1]` in all layers; (0, 0) copies nothing that matters."""
-    return pool.at[:, copies_C2[:, 1]].set(pool[:, copies_C2[:, 0]])
+    return jax.tree.map(lambda pages: pages.at[:, copies_C2[:, 1]].set(pages[:, copies_C2[:, 0]]), pool)

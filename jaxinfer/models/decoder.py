@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,10 @@ from jaxinfer.models.layers import (
     take_rows,
 )
 from jaxinfer.models.partition import Partition
-from jaxinfer.quantization.tensor import Scheme
+from jaxinfer.quantization.tensor import Scheme, nbytes
+from pallas_kernels.dispatch import Device
+from pallas_kernels.paged_attention.layout import KV
+from pallas_kernels.quantized_matmul import stores_floats
 from sharding.rules import MeshError, ShardingRules
 
 RESIDUAL = ("activation_tokens", "activation_model")  # logical axes of the residual stream
@@ -95,10 +99,10 @@ class Attend(Protocol):
         q_TNH: jax.Array,
         k_TKH: jax.Array,
         v_TKH: jax.Array,
-        pool: jax.Array,
+        pool: KV,
         layer: int | jax.Array,
         window: int | None,
-    ) -> tuple[jax.Array, jax.Array]: ...
+    ) -> tuple[KV, jax.Array]: ...
 
 
 def constrain(x: jax.Array, rules: ShardingRules, axes: Sequence[str]) -> jax.Array:
@@ -158,10 +162,10 @@ class DecoderLayer(nnx.Module):
         self,
         x_TD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
-        pool: jax.Array,
+        pool: KV,
         attend: Attend,
         index: int | jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, KV]:
         c, rules = self.config, self.partition.rules
         T, N, K, H = x_TD.shape[0], c.num_heads, self.partition.num_kv_heads, c.head_dim
         y_TD = rms_norm(x_TD, self.attn_norm[...], c.rms_norm_eps)
@@ -229,9 +233,7 @@ class Decoder(nnx.Module):
         self.final_norm = declare("", "final_norm", (D,), jnp.float32, ("model",)) if stage.is_last else None
         self.head = vocabulary("head") if stage.is_last and not tied else None
 
-    def __call__(
-        self, x: jax.Array, positions_T: jax.Array, pool: jax.Array, attend: Attend
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, positions_T: jax.Array, pool: KV, attend: Attend) -> tuple[jax.Array, KV]:
         """Returns (hidden_TD after the last layer, pool with the tokens' keys and values written).
 
         Args:
@@ -247,7 +249,7 @@ class Decoder(nnx.Module):
         if self.scan:
             layer_at = _one_layer(self.layers)
 
-            def body(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            def body(index: jax.Array, carry: tuple[jax.Array, KV]) -> tuple[jax.Array, KV]:
                 layer = layer_at(index)
                 return layer(carry[0], tables[layer.spec.rope], carry[1], attend, index)
 
@@ -326,8 +328,26 @@ class DecoderStructure:
 
     def bytes_per_device(self) -> int:
         """Of the weights that one device of the mesh holds."""
+        return sum(map(self.weight_bytes_per_device, self.specs))
+
+    def weight_bytes_per_device(self, path: str) -> int:
+        """Of one weight."""
         ways = lambda array: math.prod(map(self.partition.rules.ways, array.axes))
-        return sum(array.nbytes // ways(array) for w in self.specs.values() for array in jax.tree.leaves(w.arrays))
+        return sum(array.nbytes // ways(array) for array in jax.tree.leaves(self.specs[path].arrays))
+
+    def dequantized(self, device: Device, rows: int, dtype: Any) -> tuple[int, str]:
+        """Bytes, on a device, of the largest matrix that a step of so many rows writes out in floats first, and why it
+        does; 0 where none is."""
+        largest, why = 0, ""
+        for piece in (piece for spec in self.specs.values() for piece in spec.pieces):
+            if piece.scheme is None:
+                continue
+            outputs, inputs = map(operator.floordiv, piece.shape, map(self.partition.rules.ways, piece.axes))
+            shard = piece.scheme.arrays(outputs, inputs, (None, None))
+            reason = stores_floats(device, rows, dtype, shard.weight)
+            if reason and (size := nbytes((outputs, inputs), dtype)) > largest:
+                largest, why = size, reason
+        return largest, why
 
     def merge(self, leaves: tuple[jax.Array, ...]) -> Decoder:
         """The module over these weights; leaves are in the order of `specs`."""

@@ -50,6 +50,7 @@ class Family:
       gguf_architectures: values of `general.architecture` in a GGUF file.
       config_from_hf: config.json -> config.
       config_from_gguf: metadata, shape of each tensor by name, rope factors [H / 2] or None -> config.
+      config_to_hf: config -> config.json.
       hf_names, gguf_names: config -> names.
     """
 
@@ -59,5 +60,6 @@ class Family:
     gguf_architectures: tuple[str, ...]
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     config_from_gguf: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]], np.ndarray | None], ModelConfig]
+    config_to_hf: Callable[[ModelConfig], dict[str, Any]]
     hf_names: Callable[[ModelConfig], NameMap]
     gguf_names: Callable[[ModelConfig], NameMap]

@@ -9,6 +9,7 @@ Arrays in traced code end in the letters of their dimensions:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -136,9 +137,16 @@ class LayerChoice(NamedTuple):
     weights: tuple[Weight, ...]
 
 
+class Tapped(NamedTuple):
+    """A weight, and who wants to see what it is multiplied with: calibration, while a layer is traced."""
+
+    weight: jax.Array
+    see: Callable[[jax.Array], None]
+
+
 def linear(
     x_TI: jax.Array,
-    w: Weight | LayerChoice,
+    w: Weight | LayerChoice | Tapped,
     bias_O: jax.Array | None = None,
     *,
     dtype: Any = None,
@@ -153,6 +161,9 @@ def linear(
       split: mesh axes that the weight's outputs and inputs lie on. Products of quantized weights are taken on each
         device by itself, since the partitioner cannot split a kernel.
     """
+    if isinstance(w, Tapped):
+        w.see(x_TI)
+        w = w.weight
     is_array = all(isinstance(each, jax.Array) for each in (w.weights if isinstance(w, LayerChoice) else [w]))
     if is_array and x_TI.shape[0] == 1 and (isinstance(w, LayerChoice) or x_TI.dtype != jnp.float32):
         # On CPUs a few rows take no longer than one, which in 16 bits is many times slower.

@@ -104,6 +104,46 @@ def _llama3_factors(
     return tuple(factors)
 
 
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """config.json that `config_from_hf` and transformers read as this config.
+
+    Raises:
+      UnsupportedError: rope factors that no setting there gives, or biases that none allows.
+    """
+    layer = config.layers[0]
+    assert len(set(config.layers)) == 1, "a Llama's layers are alike"
+    if layer.attention_bias != layer.output_bias:
+        raise UnsupportedError("a Llama's config.json cannot say that only some matrices of attention have a bias")
+    rope: dict[str, Any] = {"rope_theta": layer.rope.theta}
+    if layer.rope.factors is not None:
+        if len(set(layer.rope.factors)) > 1:
+            raise UnsupportedError(
+                "rope factors of each frequency, as this GGUF file has them, have no form in a config.json; take the "
+                "model's Hugging Face folder"
+            )
+        rope["rope_scaling"] = {"rope_type": "linear", "factor": layer.rope.factors[0]}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": len(config.layers),
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.rms_norm_eps,
+        "attention_bias": layer.attention_bias,
+        "mlp_bias": layer.mlp_bias,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        **rope,
+    }
+
+
 def hf_names(config: ModelConfig) -> NameMap:
     """Names in a Hugging Face checkpoint, of `LlamaForCausalLM`."""
     targets = {
@@ -290,6 +330,7 @@ FAMILY = Family(
     gguf_architectures=("llama",),
     config_from_hf=config_from_hf,
     config_from_gguf=config_from_gguf,
+    config_to_hf=config_to_hf,
     hf_names=hf_names,
     gguf_names=gguf_names,
 )

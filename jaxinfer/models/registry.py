@@ -44,3 +44,8 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
             return family
     known = [name for family in FAMILIES for name in family.gguf_architectures]
     raise UnsupportedError(f"GGUF architecture {architecture} is not supported; known: {', '.join(known)}")
+
+
+def family_named(name: str) -> Family:
+    """The family of a `ModelConfig`."""
+    return next(family for family in FAMILIES if family.name == name)

@@ -12,15 +12,30 @@ from jaxinfer.quantization.tensor import Scheme
 from pallas_kernels.quantized_matmul import GROUP_SIZES
 
 FLOAT = "float"
-# What `quantize` makes of a matrix in floats; groups are of the size that is set.
+# What `quantize` makes of a matrix in floats; "int4:64" is int4 in groups of 64.
 KINDS: Mapping[str, Scheme] = {
     "int8": Scheme("int8"),
     "w8a8": Scheme("int8", activations="int8"),
-    "int4": Scheme("uint4", 128, "bfloat16", "zeros"),
+    "int4": Scheme("int4", 128, "bfloat16", "zeros"),
     "fp8": Scheme("float8_e4m3fn"),
 }
-# By pattern, the first that fits: what stays wide unless a rule of the user's says otherwise. Vectors always do.
+# By pattern: what stays wide unless a rule of the user's says otherwise. Vectors always do.
 WIDE = ("embed", "head")
+
+
+def parse_kind(name: str, kind: str) -> Scheme | None:
+    """A key of `KINDS`, perhaps with a group size, as "int4:64"; None for "float".
+
+    Raises:
+      InvalidArgumentError: unknown; the message calls it `name`.
+    """
+    base, colon, size = kind.partition(":")
+    if not colon and (kind in KINDS or kind == FLOAT):
+        return KINDS.get(kind)
+    if base == "int4" and size in map(str, GROUP_SIZES):
+        return replace(KINDS[base], group=int(size))
+    sizes = ", ".join(map(str, GROUP_SIZES))
+    raise InvalidArgumentError(name, kind, f"one of {', '.join(KINDS)}, {FLOAT}, or int4:GROUP with groups of {sizes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,41 +43,35 @@ class Recipe:
     """What to do with a model's matrices.
 
     Attributes:
-      kind: a key of `KINDS`, or "float"; None keeps what the checkpoint has.
-      group_size: inputs that share a scale, for "int4".
+      kind: as `parse_kind` has it; None keeps what the checkpoint has.
       rules: (pattern, kind), the first that fits; patterns are of `fnmatch`, over names such as "layers.0.qkv.q".
       packed: whether quantized matrices stay so in memory. None: unless the device is a CPU, which multiplies by them
         more slowly than by floats; int8 of whole rows is multiplied in integers there.
     """
 
     kind: str | None = None
-    group_size: int = 128
     rules: tuple[tuple[str, str], ...] = ()
     packed: bool | None = None
 
     @classmethod
-    def parse(
-        cls, kind: str | None, group_size: int = 128, rules: Sequence[str] = (), packed: bool | None = None
-    ) -> Recipe:
+    def parse(cls, kind: str | None, rules: Sequence[str] = (), packed: bool | None = None) -> Recipe:
         """
         Args:
-          rules: each "pattern=kind".
+          rules: each "PATTERN=KIND".
 
         Raises:
           InvalidArgumentError: something unknown, and what there is.
         """
-        kinds = (*KINDS, FLOAT)
-        if kind is not None and kind not in kinds:
-            raise InvalidArgumentError("quantize", kind, f"one of {', '.join(kinds)}")
-        if group_size not in GROUP_SIZES:
-            raise InvalidArgumentError("group_size", group_size, f"one of {', '.join(map(str, GROUP_SIZES))}")
+        if kind is not None:
+            parse_kind("quantize", kind)
         parsed = []
         for rule in rules:
-            pattern, equals, what = rule.rpartition("=")
-            if not equals or not pattern or what not in kinds:
-                raise InvalidArgumentError("quantize_rules", rule, f"PATTERN=KIND, the kind one of {', '.join(kinds)}")
+            pattern, _, what = rule.rpartition("=")
+            if not pattern:
+                raise InvalidArgumentError("quantize_rules", rule, "PATTERN=KIND, as layers.0.*=int8")
+            parse_kind("quantize_rules", what)
             parsed.append((pattern, what))
-        return cls(kind, group_size, tuple(parsed), packed)
+        return cls(kind, tuple(parsed), packed)
 
     def choose(
         self, matrices: Mapping[str, tuple[int, int]], theirs: Mapping[str, Scheme], platform: str, value_bytes: int
@@ -106,9 +115,7 @@ class Recipe:
             kind = self.kind
         if kind is None:
             return theirs
-        if kind == FLOAT:
-            return None
-        return replace(KINDS[kind], group=self.group_size) if kind == "int4" else KINDS[kind]
+        return parse_kind("quantize", kind)
 
     def _packs(self, scheme: Scheme, platform: str) -> bool:
         if self.packed is not None:

@@ -32,7 +32,8 @@ class Scheme:
       values: dtype of the values: "int8", "int4", "uint4" or "float8_e4m3fn".
       group: how many inputs of an output share a scale; None: all of them.
       scales: dtype of the scales, and of minima.
-      offset: what a group has beside its scale: integer zero points (AWQ, GPTQ) or minima (GGUF).
+      offset: what a group has beside its scale: integer zero points (AWQ, GPTQ) or minima (GGUF). Where a file counts
+        values and zero points from 0, with zero points both are 8 less here: XLA on GPUs reads int4, but not uint4.
       reordered: whether inputs are kept in an order of their own (GPTQ's act-order).
       activations: "int8" rounds each token's activations to int8 and multiplies integers; for int8 without groups.
     """
@@ -221,7 +222,8 @@ def quantize(weights_OI: np.ndarray, scheme: Scheme) -> Packed:
       ValueError: a weight that is not finite.
     """
     assert not scheme.reordered
-    assert (scheme.offset, scheme.values == "uint4") in ((None, False), ("zeros", True)), scheme
+    assert scheme.values != "uint4"
+    assert scheme.offset is None or scheme.values == "int4"
     numbers = np.asarray(weights_OI, np.float32)
     O, I = numbers.shape  # noqa: E741
     group = scheme.group or I
@@ -229,7 +231,7 @@ def quantize(weights_OI: np.ndarray, scheme: Scheme) -> Packed:
     if not np.isfinite(padded).all():
         raise ValueError("weights that are not finite")
     low, high = np.minimum(padded.min(-1), 0), np.maximum(padded.max(-1), 0)
-    most = {"int8": 127, "int4": 7, "uint4": 15, "float8_e4m3fn": 448}[scheme.values]
+    most = {"int8": 127, "int4": 7 if scheme.offset is None else 15, "float8_e4m3fn": 448}[scheme.values]
     spread = high - low if scheme.offset == "zeros" else np.maximum(high, -low)
     dtype = np_dtype(scheme.scales)
     scales = (np.where(spread > 0, spread, 1) / most).astype(dtype)
@@ -238,16 +240,16 @@ def quantize(weights_OI: np.ndarray, scheme: Scheme) -> Packed:
     if scheme.values == "float8_e4m3fn":
         values = np.clip(steps, -448, 448).astype(ml_dtypes.float8_e4m3fn)
         return Packed(scheme, values.reshape(O, -1)[:, :I], scales)
-    zeros = None
-    if scheme.offset == "zeros":
-        zeros = np.clip(np.rint(-low / scales.astype(np.float32)), 0, most)
-        steps += zeros[..., None]
-    values = np.clip(np.rint(steps), 0 if zeros is not None else -most, most).astype(np.int8)
-    return Packed(scheme, values.reshape(O, -1)[:, :I], scales, None if zeros is None else zeros.astype(np.int8))
+    if scheme.offset is None:
+        values = np.clip(np.rint(steps), -most, most).astype(np.int8)
+        return Packed(scheme, values.reshape(O, -1)[:, :I], scales)
+    zeros = np.clip(np.rint(-low / scales.astype(np.float32)), 0, most) - 8
+    values = np.clip(np.rint(steps + zeros[..., None]), -8, 7).astype(np.int8)
+    return Packed(scheme, values.reshape(O, -1)[:, :I], scales, zeros.astype(np.int8))
 
 
 def laid_out(packed: Packed, inputs: int) -> QuantizedWeight:
-    """As devices have it, still in host memory; inputs are filled up with zeros to `inputs`, then to whole groups."""
+    """As devices have it, still in host memory; filled up to `inputs`, then to whole groups, where x has zeros."""
     scheme = packed.scheme
     group = scheme.group or inputs
     whole = -(-inputs // group) * group

@@ -153,15 +153,19 @@ def _check_shapes(q_TNH, k_TKH, v_TKH, pool: KV, page_table_SM, kv_lens_S, query
     if kv_lens_S.shape != (S,) or query_starts_S1.shape != (S + 1,):
         raise KernelError(f"for {S} sequences, kv_lens is {kv_lens_S.shape} and query_starts {query_starts_S1.shape}")
     dtype, quantized = jnp.dtype(values_of(pool).dtype), isinstance(pool, QuantizedKV)
-    if quantized != (dtype in QUANTIZED) or not (quantized or jnp.issubdtype(dtype, jnp.floating)):
+    has_scales = dtype in QUANTIZED or dtype == jnp.uint8
+    if quantized != has_scales or not (quantized or jnp.issubdtype(dtype, jnp.floating)):
         kinds = ", ".join(map(str, QUANTIZED))
         raise KernelError(
             f"a pool of {dtype} {'with' if quantized else 'without'} scales; {kinds} have scales, floats none"
         )
     if isinstance(pool, QuantizedKV):
         L, P, _, page_size, _ = pool.values.shape
-        if pool.scales.shape != (L, P, 2 * K, page_size):
-            raise KernelError(f"the pool's scales are {pool.scales.shape}, not {(L, P, 2 * K, page_size)}")
+        *others, row = pool.scales.shape
+        if others != [L, P, 2 * K] or row < page_size:
+            raise KernelError(
+                f"the pool's scales are {pool.scales.shape}, not {(L, P, 2 * K, page_size)}, or longer rows"
+            )
 
 
 def _pad_heads(x_TNH: jax.Array, to: int) -> jax.Array:

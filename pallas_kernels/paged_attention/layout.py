@@ -7,7 +7,8 @@ Letters beside those of `api`: X rows of a page at one position, E elements of s
 - Joined: `[L, P, K, page_size, 2H]`, a row being a head's key and then its value. TPUs keep rows in multiples of 128
   elements, which two heads of 64 fill.
 
-Head dims that a device does not store are padded with zeros, which change no score.
+Head dims that a device does not store are padded with zeros, which change no score. A CPU keeps float8_e4m3fn as the
+bytes it is made of, uint8: it moves no such floats without widening all that it moves them from or to.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.dispatch import Device, KernelError
 
@@ -26,12 +28,17 @@ class QuantizedKV(NamedTuple):
     """Keys and values in int8 or float8_e4m3fn, and what to multiply them by.
 
     Attributes:
-      values: a pool, or the rows [T, X, E] of new tokens.
-      scales: float32, one for each token and head, of keys and of values: [L, P, 2K, page_size], or [T, 2K].
+      values: a pool, or the rows [T, X, E] of new tokens; uint8 is float8_e4m3fn.
+      scales: float32, one for each token and head, of keys and of values: [L, P, 2K, page_size or more], or [T, 2K].
     """
 
     values: jax.Array
     scales: jax.Array
+
+
+def numbers_of(values: jax.Array) -> jax.Array:
+    """Values of a `QuantizedKV` as the numbers they are."""
+    return lax.bitcast_convert_type(values, jnp.float8_e4m3fn) if values.dtype == jnp.uint8 else values
 
 
 type KV = jax.Array | QuantizedKV
@@ -69,14 +76,17 @@ class PageLayout(NamedTuple):
     def rows(self, k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any) -> KV:
         """The rows [T, X, E] that a pool of this layout and dtype holds for these keys and values of the layout's H."""
         kv_T2KH = jnp.stack([k_TKH, v_TKH], axis=2).reshape(len(k_TKH), 2 * self.num_kv_heads, self.head_dim)
-        largest = QUANTIZED.get(jnp.dtype(dtype))
+        as_bytes = dtype == jnp.uint8
+        number = jnp.dtype(jnp.float8_e4m3fn if as_bytes else dtype)
+        largest = QUANTIZED.get(number)
         if largest is None:
             return self._joined(kv_T2KH.astype(dtype))
         x = kv_T2KH.astype(jnp.float32)
         scales_T2K = jnp.max(jnp.abs(x), axis=-1) / largest
         x = x / jnp.where(scales_T2K > 0, scales_T2K, 1.0)[..., None]
-        x = jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x
-        return QuantizedKV(self._joined(jnp.clip(x, -largest, largest).astype(dtype)), scales_T2K)
+        x = jnp.round(x) if jnp.issubdtype(number, jnp.integer) else x
+        x = jnp.clip(x, -largest, largest).astype(number)
+        return QuantizedKV(self._joined(lax.bitcast_convert_type(x, dtype) if as_bytes else x), scales_T2K)
 
     def _joined(self, kv_T2KH: jax.Array) -> jax.Array:
         return kv_T2KH.reshape(len(kv_T2KH), self.num_kv_heads, -1) if self.joined else kv_T2KH
@@ -88,9 +98,9 @@ class PageLayout(NamedTuple):
             part = values[..., which * self.head_dim : (which + 1) * self.head_dim]
         else:
             part = values[..., which::2, :, :]
-        return (
-            part.astype(jnp.float32) * pages.scales[..., which::2, :, None] if isinstance(pages, QuantizedKV) else part
-        )
+        if not isinstance(pages, QuantizedKV):
+            return part
+        return numbers_of(part).astype(jnp.float32) * pages.scales[..., which::2, : part.shape[-2], None]
 
 
 def pool_shape(
@@ -111,15 +121,18 @@ def pool_spec(
     device: Device,
 ) -> Any:
     """The pool as `device` keeps it: a ShapeDtypeStruct, or a `QuantizedKV` of two for int8 and float8_e4m3fn."""
-    joined = False
+    joined, dtype = False, jnp.dtype(dtype)
     if device.platform == "tpu":
         joined = head_dim <= 64
         head_dim = 64 if joined else -(-head_dim // 128) * 128
     elif device.platform == "gpu":
         head_dim = next((size for size in (64, 128, 256) if head_dim <= size), head_dim)
     shape = pool_shape(num_layers, num_pages, page_size, num_kv_heads, head_dim, joined=joined)
-    values = jax.ShapeDtypeStruct(shape, dtype)
-    if jnp.dtype(dtype) not in QUANTIZED:
-        return values
-    scales = jax.ShapeDtypeStruct((num_layers, num_pages, 2 * num_kv_heads, page_size), jnp.float32)
+    if dtype not in QUANTIZED:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    as_bytes = device.platform == "cpu" and dtype == jnp.float8_e4m3fn
+    values = jax.ShapeDtypeStruct(shape, jnp.uint8 if as_bytes else dtype)
+    # A TPU keeps rows of 128 all the same, or else in an order of its own, from which every step would copy them.
+    row = -(-page_size // 128) * 128 if device.platform == "tpu" else page_size
+    scales = jax.ShapeDtypeStruct((num_layers, num_pages, 2 * num_kv_heads, row), jnp.float32)
     return QuantizedKV(values, scales)  # type: ignore[arg-type]

@@ -63,6 +63,8 @@ def refusal(device: Device, layout: PageLayout, q_dtype: Any, pool: KV, group: i
         return f"the device is no TPU but {device.kind}"
     if device.kind not in CHIPS:
         return f"{device.kind} is none of {', '.join(sorted(set(CHIPS.values())))}"
+    if dtype == jnp.uint8:
+        return "a pool of bytes, as a CPU keeps float8_e4m3fn"
     if elements % LANES:
         return f"rows of {elements} elements; the kernel takes multiples of {LANES}, as pool_spec pads them"
     rows = 16 if isinstance(pool, QuantizedKV) else _rows_of_write(dtype)  # quantized pages move whole
@@ -213,8 +215,9 @@ def _write(rows: KV, pool: KV, step: _Step, num_seqs: jax.Array) -> KV:
     buffers: list[tuple[Any, Any, Any]] = [((R, X, E), (X, R, E), values_of(pool).dtype)]
     if isinstance(rows, QuantizedKV):
         # A column a token: the copy along lanes is done here, where it costs nothing.
-        new.append(around(jnp.broadcast_to(rows.scales[..., None], (*rows.scales.shape, page_size))))
-        buffers.append(((R, rows.scales.shape[1], page_size), (rows.scales.shape[1], page_size), jnp.float32))
+        tile = pool.scales.shape[2:]  # type: ignore[union-attr]
+        new.append(around(jnp.broadcast_to(rows.scales[..., None], (T, *tile))))
+        buffers.append(((R, *tile), tile, jnp.float32))
     scratch = [
         *(pltpu.VMEM((WRITES, *new_shape), dtype) for new_shape, _, dtype in buffers),
         *(pltpu.VMEM((WRITES, *old_shape), dtype) for _, old_shape, dtype in buffers),
@@ -371,7 +374,7 @@ def _attend(
                 pltpu.VMEM((2, tile, K, G, E), q_TNH.dtype),
                 pltpu.VMEM((tile, K, G, E), q_TNH.dtype),
                 pltpu.VMEM((FETCHES, W, X, page_size, E), values_of(pool).dtype),
-                *([pltpu.VMEM((FETCHES, W, 2 * K, page_size), jnp.float32)] if plan.quantized else []),
+                *(pltpu.VMEM((FETCHES, W, *scales.shape[2:]), jnp.float32) for scales in leaves[1:]),
                 pltpu.VMEM((K, tile * G, LANES), jnp.float32),
                 pltpu.VMEM((K, tile * G, LANES), jnp.float32),
                 pltpu.VMEM((K, tile * G, E), jnp.float32),
@@ -529,7 +532,7 @@ def _attend_kernel(layer, table, lens, starts, sequence, begin, totals, q_hbm, *
         multiply = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
         def scale_row(x):
-            return jnp.concatenate([scales_buf[0][slot, w, pl.ds(x, 1)] for w in range(W)], axis=-1)
+            return jnp.concatenate([scales_buf[0][slot, w, pl.ds(x, 1), : plan.page_size] for w in range(W)], axis=-1)
 
         def head(k):
             q_RE = q_buf[q_slot, :tile, k].reshape(rows, E)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_attention.layout import KV, PageLayout, QuantizedKV, values_of
+from pallas_kernels.paged_attention.layout import KV, PageLayout, QuantizedKV, numbers_of, values_of
 from pallas_kernels.paged_attention.reference import token_positions, write_pages
 
 DECODE_BLOCK_TOKENS = 128  # cache positions of a block, all of one sequence
@@ -113,8 +113,8 @@ def _read_pages(pool: KV, layout: PageLayout, layer: jax.Array, page_XW: jax.Arr
     read_XKCH = pages[pick].swapaxes(1, 2).reshape(X, K, W * page_size, H)
     if not isinstance(pool, QuantizedKV):
         return read_XKCH
-    scales = pool.scales.reshape(L * P, K, 2, page_size)[layer * P + page_XW, :, part]
-    return read_XKCH.astype(jnp.float32) * scales.swapaxes(1, 2).reshape(X, K, W * page_size, 1)
+    scales = pool.scales.reshape(L * P, K, 2, -1)[layer * P + page_XW, :, part, :page_size]
+    return numbers_of(read_XKCH).astype(jnp.float32) * scales.swapaxes(1, 2).reshape(X, K, W * page_size, 1)
 
 
 def flat_list(count_X: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:

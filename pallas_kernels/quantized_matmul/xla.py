@@ -81,10 +81,10 @@ def _whole(x_TI: jax.Array, w: GroupedWeight) -> jax.Array:
 def _by_groups(x_TI: jax.Array, w: GroupedWeight) -> jax.Array:
     """Integers are exact in bfloat16 and the scales multiply float32 sums: nothing is rounded on the way."""
     G, J, _ = w.values_GJO.shape
-    values_GJO = w.values_GJO.astype(x_TI.dtype)
+    # XLA's fusion on GPUs reads int4 as it is; with zero points taken off first, or uint4, it would store bfloat16.
+    sums_GTO = _einsum("tgj,gjo->gto", x_TI.reshape(-1, G, J), w.values_GJO.astype(x_TI.dtype))
     if w.zeros_GO is not None:
-        values_GJO -= w.zeros_GO.astype(x_TI.dtype)[:, None]
-    sums_GTO = _einsum("tgj,gjo->gto", x_TI.reshape(-1, G, J), values_GJO)
+        sums_GTO -= group_sums(x_TI, w).T[:, :, None] * w.zeros_GO.astype(jnp.float32)[:, None]
     y_TO = jnp.sum(sums_GTO * w.scales_GO.astype(jnp.float32)[:, None], axis=0)
     return y_TO if w.minima_GO is None else y_TO + minima_product(x_TI, w)
 

@@ -1,6 +1,6 @@
 """Compiles whole decode steps of real models for chips that are not here; run by the compilers' interpreter.
 
-python tests/engine/decode_steps.py llama-3-8b v6e:2 [int8|int4|fp8|w8a8]
+python tests/engine/decode_steps.py llama-3-8b v6e:2 [float|int8|int4|fp8|w8a8 [auto|int8|fp8]]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.config import SchedulerConfig
+from jaxinfer.config import KV_CACHE_DTYPES, SchedulerConfig
 from jaxinfer.engine.programs import StepSpecs, make_forward, make_sample
 from jaxinfer.engine.step_inputs import ForwardShape, RowShape
 from jaxinfer.models.cards import CARDS
@@ -29,7 +29,7 @@ from sharding.mesh import MeshConfig
 SEQUENCES, CONTEXT, PAGE_SIZE = 64, 4096, 64
 
 
-def facts(model_name: str, chips: str, weights: str | None = None) -> dict:
+def facts(model_name: str, chips: str, weights: str | None = None, kv: str = "auto") -> dict:
     """What the compiler made of a step of 64 sequences of 4,096 tokens, on a mesh of all the chips along `tensor`."""
     devices = described_devices(chips)
     tensor, device = len(devices), device_of(devices[0])
@@ -44,6 +44,7 @@ def facts(model_name: str, chips: str, weights: str | None = None) -> dict:
         max_model_len=CONTEXT,
         page_size=PAGE_SIZE,
         num_pages=SEQUENCES * CONTEXT // PAGE_SIZE,
+        kv_dtype=KV_CACHE_DTYPES[kv],
     )
     specs = StepSpecs.of(structure, model, scheduler, jnp.bfloat16, mesh)
     shape, rows = ForwardShape(SEQUENCES, SEQUENCES, SEQUENCES, CONTEXT // PAGE_SIZE), RowShape(SEQUENCES, SEQUENCES)
@@ -52,7 +53,7 @@ def facts(model_name: str, chips: str, weights: str | None = None) -> dict:
         make_forward(structure, model, shape, mesh),
         *(specs.leaves, specs.pool, specs.last_tokens, specs.on_all((shape.size,))),
         donate_argnums=1,
-        out_shardings=(specs.pool.sharding, specs.everywhere),
+        out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, specs.pool), specs.everywhere),
     )
     sampling = compile_for(
         mesh,
@@ -66,16 +67,17 @@ def facts(model_name: str, chips: str, weights: str | None = None) -> dict:
         ),
     )
     heads, kv_heads = model.num_heads // tensor, model.num_kv_heads // tensor
-    pool = specs.pool
-    shard = jax.ShapeDtypeStruct(pool.sharding.shard_shape(pool.shape), pool.dtype)
+    shard = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype), specs.pool
+    )
     layout = PageLayout.of(shard, kv_heads, model.head_dim)
     kernel = tpu if device.platform == "tpu" else gpu
-    row = 2 * kv_heads * model.head_dim * 2
+    row = 2 * kv_heads * (model.head_dim * 2 if kv == "auto" else model.head_dim + 4)
     return {
         "chip": step.chip,
         "num_chips": tensor,
         "seconds": round(step.seconds + sampling.seconds, 1),
-        "pool_bytes": shard.size * 2,
+        "pool_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shard)),
         "alias_bytes": step.alias_bytes,
         "temp_bytes": step.temp_bytes,
         "total_bytes": step.total_bytes,

@@ -198,12 +198,24 @@ class House:
 
 
 class Reference:
-    """Generation in its plainest form: one sequence, whole, in a new pool, by the float32 reference of attention."""
+    """Generation in its plainest form: one sequence, whole, in a new pool, by the float32 reference of attention.
+
+    Args:
+      rounded: what becomes of keys and values [T, K, H] before they are cached.
+      noise: in a logit, below which two tokens are as good.
+    """
 
     LENGTH, PAGE = 128, 4
 
-    def __init__(self, structure: DecoderStructure, leaves: tuple[jax.Array, ...], model: ModelConfig):
-        self._leaves = leaves
+    def __init__(
+        self,
+        structure: DecoderStructure,
+        leaves: tuple[jax.Array, ...],
+        model: ModelConfig,
+        rounded: Callable[[jax.Array], jax.Array] = lambda kv: kv,
+        noise: float = NOISE,
+    ):
+        self._leaves, self._noise = leaves, noise
         pages = self.LENGTH // self.PAGE
         shape = pool_shape(len(model.layers), pages, self.PAGE, model.num_kv_heads, model.head_dim)
 
@@ -217,7 +229,7 @@ class Reference:
             def attend(q_TNH, k_TKH, v_TKH, pool, layer, window):
                 step = (table_SM, kv_lens_S, starts_S1, num_seqs)
                 options = {"scale": model.head_dim**-0.5, "window": window, "implementation": "reference"}
-                return paged_attention(q_TNH, k_TKH, v_TKH, pool, layer, *step, **options)
+                return paged_attention(q_TNH, rounded(k_TKH), rounded(v_TKH), pool, layer, *step, **options)
 
             hidden_TD, _ = decoder(ids_T, positions_T, jnp.zeros(shape), attend)
             return decoder.logits(hidden_TD)
@@ -284,7 +296,7 @@ class Reference:
         greedy = not params.get("temperature")
         for step, token in enumerate(got):
             at = len(prompt) - 1 + step
-            near = greedy and logits[at].max() - logits[at, token] < NOISE
+            near = greedy and logits[at].max() - logits[at, token] < self._noise
             assert token == tokens[at] or near, f"token {step} of {list(got)} should be {tokens[at]}"
 
 

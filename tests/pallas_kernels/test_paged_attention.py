@@ -68,8 +68,9 @@ def random_case(
     page_size, K, G, H, dtype, kv_dtype = shape
     spec = pool_spec(2, P, page_size, K, H, kv_dtype or dtype, device)
     layout = PageLayout.of(spec, K, H)
-    # int8 has no NaN, but its scales have.
-    poisoned = lambda leaf: np.full(leaf.shape, np.nan if leaf.dtype != int8 else -77, np.float32).astype(leaf.dtype)
+    # int8 has no NaN, but its scales have; a byte of 127 is NaN in fp8.
+    bad = lambda dtype: 127 if dtype in (int8, jnp.uint8) else np.nan
+    poisoned = lambda leaf: np.full(leaf.shape, bad(leaf.dtype), np.float32).astype(leaf.dtype)
     pool = jax.tree.map(poisoned, spec)
     ids = rng.permutation(np.arange(1, P))
     table, kv_lens, starts = np.zeros((S, M), np.int32), np.zeros(S, np.int32), np.zeros(S + 1, np.int32)
@@ -138,7 +139,8 @@ COMBINATIONS = {
         (shape, window, soft_cap)
         for shape in (Shape(8, 2, 3, 16), Shape(16, 1, 4, 8, bf16), Shape(8, 3, 1, 32), Shape(8, 2, 2, 16, f32, int8))
         for window, soft_cap in ((None, None), (5, 2.0), (17, None))
-    ],
+    ]
+    + [(Shape(8, 1, 3, 32, f32, fp8), 17, None)],
     "tpu": [
         (Shape(8, 2, 3, 128), None, None),
         (Shape(16, 1, 4, 64), 17, 2.0),  # joined rows
@@ -223,6 +225,15 @@ def test_layer_may_be_a_loop_variable(implementation):
     np.testing.assert_array_equal(wide(pool[0]), wide(pool[1]))
 
 
+@pytest.mark.parametrize("H", [64, 128])
+def test_xla_reads_pages_as_a_tpu_keeps_them(H):
+    """For TPUs without a kernel: joined rows, and scales in rows longer than a page."""
+    case = random_case(6, [(37, 1), (20, 9)], Shape(16, 2, 2, H, f32, int8), Device("tpu", "TPU v4"))
+    assert case.pool.scales.shape[-1] == 128
+    (_, out), (_, want) = attend(case, "xla"), attend(case, "reference")
+    np.testing.assert_allclose(out, want, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pages_may_be_shared(implementation):
     shape, window, soft_cap = COMBINATIONS[implementation][0]
@@ -278,7 +289,7 @@ def call(case: Case, **options):
         (lambda c: c._replace(pool=QuantizedKV(c.pool, c.pool[..., 0])), "float32 with scales"),
         (
             lambda c: c._replace(pool=QuantizedKV(c.pool.astype(int8), c.pool[:, :, 0, :, 0])),
-            r"scales are \(2, 64, 16\), not \(2, 64, 4, 16\)",
+            r"scales are \(2, 64, 16\), not \(2, 64, 4, 16\), or longer",
         ),
         (lambda c: c._replace(kv_lens=c.kv_lens[:3]), r"for 6 sequences, kv_lens is \(3,\)"),
         (lambda c: c._replace(page_table=c.page_table.at[1, 1].set(64)), r"page_table\[1, 1\] is 64; .* 0 to 63"),

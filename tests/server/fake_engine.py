@@ -222,6 +222,8 @@ class FakeEngine:
             host_ms_per_step=0.75,
             waiting_tokens=321,
             audit_breaches_total=0,
+            kv_dtype="int8",
+            kv_token_bytes=136,
         )
 
     async def drain(self, timeout_s: float) -> bool:

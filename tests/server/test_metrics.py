@@ -69,6 +69,8 @@ STATS = EngineStats(
     host_ms_per_step=0.75,
     waiting_tokens=77,
     audit_breaches_total=5,
+    kv_dtype="int8",
+    kv_token_bytes=136,
 )
 
 
@@ -213,10 +215,11 @@ def test_the_engines_stats(metrics):
             *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total"),
             *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "jaxinfer:waiting_tokens"),
             *("jaxinfer:steps_total", "jaxinfer:host_seconds_total", "jaxinfer:compiles_after_warmup_total"),
-            "jaxinfer:audit_breaches_total",
+            *("jaxinfer:audit_breaches_total", "jaxinfer:kv_cache_tokens"),
         )
     }
-    assert list(got.values()) == [3, 2, 0.25, 1000, 160, 4, 1000, 2000, 77, 500, 0.375, 1, 5]
+    assert list(got.values()) == [3, 2, 0.25, 1000, 160, 4, 1000, 2000, 77, 500, 0.375, 1, 5, 1600]
+    assert value(metrics, "jaxinfer:kv_cache_token_bytes", dtype="int8") == 136
     pages = {state: value(metrics, "jaxinfer:kv_cache_pages", state=state) for state in ("free", "cached", "in_use")}
     assert pages == {"free": 60, "cached": 15, "in_use": 25}
     assert value(metrics, "jaxinfer:startup_seconds", part="warm-up") == 2.25

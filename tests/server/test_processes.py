@@ -52,13 +52,21 @@ def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
 
 
 class Processes:
-    """Two of them, and the worker of each; `extra` are further arguments of the second."""
+    """Two of them, and the worker of each; `extra` are further arguments of the second, `both` of both."""
 
-    def __init__(self, folder: Path, outputs: Path, cache_dir: Path, mesh: str, extra: Sequence[str] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        outputs: Path,
+        cache_dir: Path,
+        mesh: str,
+        extra: Sequence[str] = (),
+        both: Sequence[str] = (),
+    ):
         coordinator = f"127.0.0.1:{free_port()}"
         self.address = f"127.0.0.1:{free_port()}"
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
-        arguments += [f"--model={folder}", f"--mesh={mesh}", "--kv-cache-gib=0.001", "--allow-reshard"]
+        arguments += [f"--model={folder}", f"--mesh={mesh}", "--kv-cache-gib=0.001", "--allow-reshard", *both]
         arguments += [f"--coordinator={coordinator}", "--num-processes=2", f"--port={self.address.partition(':')[2]}"]
         self.outputs = [outputs / f"process{rank}.log" for rank in range(2)]
         # Of the tests' own settings only these count.
@@ -137,8 +145,8 @@ def expected(folder: Path) -> list[tuple[int, ...]]:
 def start(folder: Path, tmp_path: Path, cache_dir: Path) -> Iterator[Callable[..., Processes]]:
     started: list[Processes] = []
 
-    def make(mesh: str, *extra: str) -> Processes:
-        started.append(Processes(folder, tmp_path, cache_dir, mesh, extra))
+    def make(mesh: str, *extra: str, both: Sequence[str] = ()) -> Processes:
+        started.append(Processes(folder, tmp_path, cache_dir, mesh, extra, both))
         return started[-1]
 
     yield make
@@ -180,6 +188,20 @@ def test_they_give_the_tokens_of_one_process_and_drain(start, expected: list[tup
         assert tokens_of(events) == expected[1]
     assert processes.wait_ended() == [0, 0]
     assert "jaxinfer: stopped\n" in processes.said()
+
+
+def test_int8_pages_give_the_tokens_of_one_process(start, folder: Path):
+    with LLM(str(folder), **LIMITS, kv_cache_bytes=1 << 20, kv_cache_dtype="int8") as llm:
+        expected = [tuple(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY)]
+    processes = start("tensor=4", both=["--kv-cache-dtype=int8"])
+    processes.wait_ready()
+    with Client(processes.address) as client:
+        answers = [client.unary_generate(prompt, GREEDY) for prompt in PROMPTS]
+        assert [answer.samples[0].output.token_ids for answer in answers] == expected
+        stats = client.server_info().stats
+        assert stats is not None
+        assert (stats.kv_dtype, stats.kv_token_bytes) == ("int8", 2 * 4 * (16 + 4))
+        assert stats.kv_tokens == stats.total_pages * 4
 
 
 class HealthWatch:

@@ -184,7 +184,7 @@ def test_the_proto_has_every_parameter_and_every_figure():
         *info.ServerState,
         "unspecified",
     }
-    assert names(pb.EngineStats) == of(types.EngineStats) | {"kv_use"}
+    assert names(pb.EngineStats) == of(types.EngineStats) | {"kv_use", "kv_tokens"}
     assert names(pb.GetModelInfoResponse) == of(info.ModelInfo)
     assert names(pb.Usage) == of(types.Usage)
     assert names(pb.Timings) == of(types.Timings)
