@@ -123,6 +123,7 @@ def _check_layers(config: ModelConfig, reader: TensorReader) -> None:
 
 
 def _open_hf(source: Source) -> Checkpoint:
+    from jaxinfer.checkpoints.quantized_folder import QuantizedFolder, method_of
     from jaxinfer.checkpoints.safetensors import SafetensorsReader
 
     folder = source.path
@@ -133,12 +134,17 @@ def _open_hf(source: Source) -> Checkpoint:
         config_json["eos_token_id"] = list(
             dict.fromkeys(_as_list(config_json.get("eos_token_id")) + _as_list(generation.get("eos_token_id")))
         )
-    reader = SafetensorsReader(folder)
+    files = SafetensorsReader(folder)
+    with _naming(folder / "config.json"):
+        method = method_of(config_json)
+    reader = files if method is None else QuantizedFolder(files, *method)
     with _naming(folder / "config.json"):
         family = family_of_hf(config_json)
         config = family.config_from_hf(config_json)
         _check_layers(config, reader)
         names = family.hf_names(config)
+        if unused := sorted(reader.schemes.keys() & names.ignored):
+            raise UnsupportedError(f"{unused[0]} is quantized by itself, which tie_word_embeddings excludes")
     return Checkpoint(source, config, _natural_dtype(reader), None, folder, reader, names)
 
 
