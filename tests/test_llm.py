@@ -256,6 +256,7 @@ def test_a_wrong_number_of_parameters_is_refused(llm: LLM, count: int):
         ({"page_size": 0}, InvalidArgumentError, "page_size = 0"),
         ({"page_size": -4}, InvalidArgumentError, "page_size = -4"),
         ({"max_model_len": 0}, InvalidArgumentError, "max_model_len = 0"),
+        ({"kv_cache_dtype": "fp4"}, InvalidArgumentError, "kv_cache_dtype = 'fp4'.*one of auto, int8, fp8"),
         ({"kv_cache_bytes": 1000}, InvalidArgumentError, "kv_cache_bytes = 1000.*at least one page"),
         ({"mesh": "tensor=²"}, InvalidArgumentError, "mesh = 'tensor=²'.*positive integer"),
         ({"tensor_parallel_size": 1}, InvalidArgumentError, "tensor_parallel_size = 1.*max_num_seqs"),

@@ -174,7 +174,7 @@ def _log_dequantized(layout: Layout, dtype: Any) -> None:
         size, why = max(structure.dequantized(device, rows, dtype) for structure in layout.structures)
         if size:
             logger.warning(
-                "a %s step, of %d tokens, writes quantized matrices out in floats, up to %.0f MB at a time: the kernel %s",
+                "a %s step (%d tokens) writes quantized matrices out in floats, up to %.0f MB at a time: the kernel %s",
                 *(name, rows, size / 1e6, why),
             )
 
