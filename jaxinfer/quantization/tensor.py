@@ -46,9 +46,12 @@ class Scheme:
     activations: Literal["int8"] | None = None
 
     def __post_init__(self) -> None:
-        assert self.group in (None, *GROUP_SIZES), self.group
-        assert self.offset is None or self.group is not None
-        assert self.activations is None or (self.values == "int8" and self.group is None)
+        if (
+            self.group not in (None, *GROUP_SIZES)
+            or (self.offset is not None and self.group is None)
+            or (self.activations is not None and (self.values != "int8" or self.group is not None))
+        ):
+            raise ValueError(f"{self} is no way to keep numbers")
 
     @property
     def bits(self) -> int:
