@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -23,17 +24,21 @@ from jaxinfer.checkpoints.checkpoint import Checkpoint
 from jaxinfer.checkpoints.manifest import (
     FORMAT,
     GGUF_TOKENIZER,
+    HOLDS,
     MANIFEST,
     PARTIAL,
     TOKENIZER,
     WEIGHTS,
     Manifest,
     Stored,
+    stored_as,
 )
 from jaxinfer.checkpoints.placement import Progress, Weights
 from jaxinfer.checkpoints.reader import shown
-from jaxinfer.errors import CheckpointError, InvalidArgumentError
+from jaxinfer.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from jaxinfer.models.decoder import decoder_structure
+from jaxinfer.quantization.packing import paired
+from jaxinfer.quantization.tensor import Scheme
 
 if TYPE_CHECKING:
     from jaxinfer.models.layers import WeightSpec
@@ -51,21 +56,25 @@ def convert(
 ) -> None:
     """Writes a checkpoint's weights, config and tokenizer into a folder that `--model` takes.
 
+    What is quantized stays so.
+
     Weights are read and written a slab at a time: host memory stays near two slabs of 128 MB, or two of the largest
     array if that is smaller. The manifest gets its name last. A folder without one counts as incomplete, and
     converting into it again begins anew.
 
     Args:
       output: a new or empty folder, or one that an interrupted convert left.
-      dtype: of all weights but norms; by default the checkpoint's own.
+      dtype: of all weights in floats but norms; by default the checkpoint's own.
       progress: called as weights are written, with the bytes done and the bytes in all.
 
     Raises:
       InvalidArgumentError: the folder holds something else, or another convert is at work there.
       CheckpointError: the checkpoint is broken, or the folder cannot be written.
+      UnsupportedError: 4-bit values of a matrix with an odd number of inputs.
     """
     dtype = checkpoint.dtype if dtype is None else dtype
-    specs = decoder_structure(checkpoint.config, dtype).specs
+    schemes = checkpoint.schemes
+    specs = decoder_structure(checkpoint.config, dtype, schemes=schemes).specs
     arrays = {path: _arrays(path, spec) for path, spec in specs.items()}
     manifest = Manifest(
         format=FORMAT,
@@ -73,6 +82,7 @@ def convert(
         dtype=dtype.name,  # type: ignore[arg-type]
         config=checkpoint.config,
         weights={path: tuple(array.stored for array in each) for path, each in arrays.items()},
+        schemes=schemes,
     )
     with checkpoint.weights(specs) as weights, _written(output):
         _write(output / PARTIAL, manifest.to_json())
@@ -122,13 +132,19 @@ def _check_free(output: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array to be written: some rows of a weight, read when their turn comes. Orbax sees it as a leaf."""
+    """An array to be written: some rows of a weight, read when their turn comes. Orbax sees it as a leaf.
+
+    Attributes:
+      piece: of the weight, and the row in it that is the array's first.
+    """
 
     path: str
     stored: Stored
+    piece: int
     first_row: int
     shape: tuple[int, ...]
     dtype: np.dtype
+    scheme: Scheme | None
 
     @property
     def size(self) -> int:
@@ -138,25 +154,37 @@ class _Array:
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
-    def slabs(self, chunks: Sequence[int]) -> Iterator[range]:
-        """Its rows, a number of whole chunks at a time."""
-        step = max(1, _SLAB_BYTES * self.shape[0] // max(self.nbytes, 1) // chunks[0]) * chunks[0]
-        return (range(start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step))
-
-    def read(self, weights: Weights, rows: range) -> np.ndarray:
-        of_weight = slice(self.first_row + rows.start, self.first_row + rows.stop)
-        return weights.read(self.path, (of_weight, *(slice(size) for size in self.shape[1:])))
+    def read(self, weights: Weights, rows: range) -> dict[str, np.ndarray]:
+        """Rows of this array and of those beside it, if they make up a quantized matrix, by what they hold."""
+        of_piece = range(self.first_row + rows.start, self.first_row + rows.stop)
+        if self.scheme is None:
+            index = (slice(of_piece.start, of_piece.stop), *(slice(size) for size in self.shape[1:]))
+            return {"values": weights.read(self.path, index, self.piece)}
+        packed = weights.read_packed(self.path, of_piece, self.piece)
+        values = packed.values_OI if packed.scheme.bits == 8 else paired(packed.values_OI)
+        held = dict(zip(HOLDS, (values, *packed[2:]), strict=True))
+        return {holds: array for holds, array in held.items() if array is not None}
 
 
 def _arrays(path: str, spec: WeightSpec) -> list[_Array]:
-    dtype = np.dtype(spec.dtype)
-    if not spec.parts:
-        return [_Array(path, Stored(array=path), 0, spec.shape, dtype)]
     arrays, first = [], 0
-    for part in spec.parts:
-        stored = Stored(array=f"{path}.{part.name}", part=part.name)
-        arrays.append(_Array(path, stored, first, (part.rows, *spec.shape[1:]), dtype))
-        first += part.rows
+    pieces = spec.pieces
+    for number, key in enumerate(spec.keys(path)):
+        part = spec.parts[number] if spec.parts else None
+        shape = spec.shape if part is None else (part.rows, *spec.shape[1:])
+        piece, row = (number, 0) if len(pieces) > 1 else (0, first)
+        scheme = pieces[piece].scheme
+        if scheme is None:
+            held = {key: ("values", shape, np.dtype(spec.dtype))}
+        else:
+            if scheme.bits == 4 and shape[1] % 2:
+                raise UnsupportedError(f"{key}: 4-bit values of {shape[1]} inputs are not supported: no even number")
+            outputs, inputs = shape
+            held = {f"{key}.{holds}": (holds, *each) for holds, each in stored_as(scheme, outputs, inputs).items()}
+        for name, (holds, its_shape, dtype) in held.items():
+            stored = Stored(array=name, part=None if part is None else part.name, holds=holds)
+            arrays.append(_Array(path, stored, piece, row, its_shape, dtype, scheme))
+        first += shape[0]
     return arrays
 
 
@@ -194,25 +222,53 @@ class _StreamedArrays(type_handlers.NumpyHandler):
         self._wrote = wrote
 
     async def serialize(self, values: Sequence[_Array], infos: Sequence[Any], args: Any = None) -> list[Any]:
-        for array, info in zip(values, infos, strict=True):
-            await info.await_path_creation()
-            spec = type_handlers.get_json_tspec_write(
-                info,
-                use_ocdbt=True,
-                global_shape=array.shape,
-                local_shape=array.shape,
-                dtype=array.dtype,
-                process_index=0,
-            )
-            spec["dtype"] = array.dtype.name  # early 0.12 leaves it out
-            spec["metadata"]["chunks"] = chunks = _chunks(array.shape)
-            store = await tensorstore.open(spec, create=True, open=True, context=info.ts_context)
-            for rows in array.slabs(chunks):
-                slab = array.read(self._weights, rows)
-                await store[rows.start : rows.stop].write(slab, can_reference_source_data_indefinitely=True)
-                self._wrote(slab.nbytes)
-            self._weights.release(array.path)
+        # Arrays of a quantized matrix lie side by side in Orbax's order, and are read together.
+        for _, each in itertools.groupby(
+            zip(values, infos, strict=True), key=lambda pair: (pair[0].path, pair[0].stored.part)
+        ):
+            group = [(array, await _store(array, info)) for array, info in each]
+            await self._write(group)
+            self._weights.release(group[0][0].path)
         return []
+
+    async def _write(self, group: Sequence[tuple[_Array, Any]]) -> None:
+        """Writes the arrays of a weight or part, a slab of rows at a time."""
+        array, _ = group[0]
+        by_row = [array for array, _ in group if array.stored.holds != "order"]
+        rows = by_row[0].shape[0]
+        # Values of 4 bits are read one to a byte.
+        size = sum(array.nbytes for array in by_row) * (1 if array.scheme is None else 2)
+        for slab in _slabs(rows, size, _chunks(by_row[0].shape)[0]):
+            held = array.read(self._weights, slab)
+            for each, store in group:
+                piece = held[each.stored.holds]
+                if each.stored.holds != "order":
+                    store = store[slab.start : slab.stop]
+                elif slab.start > 0:
+                    continue
+                await store.write(piece, can_reference_source_data_indefinitely=True)
+                self._wrote(piece.nbytes)
+
+
+async def _store(array: _Array, info: Any) -> Any:
+    await info.await_path_creation()
+    spec = type_handlers.get_json_tspec_write(
+        info,
+        use_ocdbt=True,
+        global_shape=array.shape,
+        local_shape=array.shape,
+        dtype=array.dtype,
+        process_index=0,
+    )
+    spec["dtype"] = array.dtype.name  # early 0.12 leaves it out
+    spec["metadata"]["chunks"] = _chunks(array.shape)
+    return await tensorstore.open(spec, create=True, open=True, context=info.ts_context)
+
+
+def _slabs(rows: int, size: int, chunk: int) -> Iterator[range]:
+    """Rows, a number of whole chunks at a time; `size` is that of all of them in bytes."""
+    step = max(1, _SLAB_BYTES * rows // max(size, 1) // chunk) * chunk
+    return (range(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _chunks(shape: tuple[int, ...]) -> list[int]:

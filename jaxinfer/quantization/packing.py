@@ -105,6 +105,18 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
     return numbers.reshape(*octets.shape[:-1], 2 * octets.shape[-1])
 
 
+def paired(values_OI: np.ndarray) -> np.ndarray:
+    """Values of 4 bits, signed or not, two to a byte, the first in its low half: uint8 [O, I / 2]."""
+    low, high = values_OI[:, ::2].view(np.uint8), values_OI[:, 1::2].view(np.uint8)
+    return low & 15 | high << 4
+
+
+def unpaired(octets: np.ndarray, *, signed: bool) -> np.ndarray:
+    """What `paired` was given: int8 [O, I]."""
+    numbers = unpacked(octets, 4)
+    return ((numbers ^ 8) - np.uint8(8) if signed else numbers).view(np.int8)
+
+
 def integers(
     scheme: Scheme,
     values_OI: np.ndarray,
