@@ -73,7 +73,7 @@ def integer_scheme(
     if group is None and bits == 8 and symmetric:
         return Scheme("int8", None, name)
     offset: Literal["zeros"] | None = None if symmetric else "zeros"
-    return Scheme("int8" if bits == 8 else "int4" if symmetric else "uint4", kept_group(group), name, offset, reordered)
+    return Scheme("int8" if bits == 8 else "int4", kept_group(group), name, offset, reordered)
 
 
 def kept_group(group: int | None) -> int:
@@ -135,7 +135,6 @@ def integers(
       CheckpointError: zero points that a symmetric matrix has not.
     """
     middle = np.uint8(1 << scheme.bits - 1)
-    shift = np.uint8(0) if scheme.values == "uint4" else middle
     inputs = values_OI.shape[1]
     if scheme.offset is None:
         if zeros_OG is not None and (zeros_OG != middle).any():
@@ -143,6 +142,6 @@ def integers(
         zeros_OG = None
     else:
         assert zeros_OG is not None
-        zeros_OG = regrouped((zeros_OG - shift).view(np.int8), inputs, group, scheme)
-    values = (values_OI - shift if shift else values_OI).view(np.int8)
+        zeros_OG = regrouped((zeros_OG - middle).view(np.int8), inputs, group, scheme)
+    values = (values_OI - middle).view(np.int8)
     return Packed(scheme, values, regrouped(scales_OG, inputs, group, scheme), zeros_OG, order_I=order_I)

@@ -18,17 +18,17 @@ from jaxinfer.quantization.tensor import Scheme
 GOLDEN = Path(__file__).parents[1] / "golden" / "quantized"
 
 SCHEMES = {
-    "awq_gemm_g32": Scheme("uint4", 32, "float16", "zeros"),
+    "awq_gemm_g32": Scheme("int4", 32, "float16", "zeros"),
     "gptq_int4_sym": Scheme("int4", 16, "float16"),
-    "gptq_int4_asym": Scheme("uint4", 32, "float16", "zeros"),
+    "gptq_int4_asym": Scheme("int4", 32, "float16", "zeros"),
     "gptq_int8_sym": Scheme("int8", 32, "float16"),
     "gptq_int4_channel": Scheme("int4", 128, "float16"),
-    "gptq_int4_act_order": Scheme("uint4", 16, "float16", "zeros", reordered=True),
-    "gptqmodel_int4_v2": Scheme("uint4", 32, "float16", "zeros"),
-    "gptqmodel_int4_v1": Scheme("uint4", 16, "float16", "zeros"),
+    "gptq_int4_act_order": Scheme("int4", 16, "float16", "zeros", reordered=True),
+    "gptqmodel_int4_v2": Scheme("int4", 32, "float16", "zeros"),
+    "gptqmodel_int4_v1": Scheme("int4", 16, "float16", "zeros"),
     "gptqmodel_int8_v1": Scheme("int8", 16, "float16", "zeros"),
     "ct_int4_group": Scheme("int4", 32, "bfloat16"),
-    "ct_int4_asym": Scheme("uint4", 16, "float16", "zeros"),
+    "ct_int4_asym": Scheme("int4", 16, "float16", "zeros"),
     "ct_int4_channel": Scheme("int4", 128, "bfloat16"),
     "ct_int4_act_order": Scheme("int4", 16, "float32", reordered=True),
     "ct_int8_packed": Scheme("int8", None, "bfloat16"),
