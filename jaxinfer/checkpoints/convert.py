@@ -61,8 +61,8 @@ def convert(
     What is quantized stays so.
 
     Weights are read and written a slab at a time: host memory stays near two slabs of 128 MB, or two of the largest
-    array if that is smaller, and 16 MB of small ones. The manifest gets its name last. A folder without one counts as incomplete, and
-    converting into it again begins anew.
+    array if that is smaller, and 16 MB of small ones. The manifest gets its name last. A folder without one counts as
+    incomplete, and converting into it again begins anew.
 
     Args:
       output: a new or empty folder, or one that an interrupted convert left.
