@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -48,7 +49,8 @@ _LOCK = ".convert.lock"
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 # A chunk is read whole, so a shard's edges should be edges of chunks: dimensions are halved until they are this small.
 _CHUNK_ROWS, _CHUNK_COLUMNS = 1024, 2048
-_SLAB_BYTES = 1 << 27  # written at once; each takes another entry in the store's history
+_SLAB_BYTES = 1 << 27  # read at once
+_TOGETHER_BYTES = 1 << 24  # of small arrays, written together
 
 
 def convert(
@@ -59,8 +61,8 @@ def convert(
     What is quantized stays so.
 
     Weights are read and written a slab at a time: host memory stays near two slabs of 128 MB, or two of the largest
-    array if that is smaller. The manifest gets its name last. A folder without one counts as incomplete, and
-    converting into it again begins anew.
+    array if that is smaller, and 16 MB of small ones. The manifest gets its name last. A folder without one counts as
+    incomplete, and converting into it again begins anew.
 
     Args:
       output: a new or empty folder, or one that an interrupted convert left.
@@ -222,32 +224,38 @@ class _StreamedArrays(type_handlers.NumpyHandler):
         self._wrote = wrote
 
     async def serialize(self, values: Sequence[_Array], infos: Sequence[Any], args: Any = None) -> list[Any]:
+        # Together, since what is awaited alone is a step in the store's history, which slows down all that follow.
+        stores = await asyncio.gather(*(_store(array, info) for array, info in zip(values, infos, strict=True)))
+        writes: list[Any] = []
+        waiting = 0
         # Arrays of a quantized matrix lie side by side in Orbax's order, and are read together.
         for _, each in itertools.groupby(
-            zip(values, infos, strict=True), key=lambda pair: (pair[0].path, pair[0].stored.part)
+            zip(values, stores, strict=True), key=lambda pair: (pair[0].path, pair[0].stored.part)
         ):
-            group = [(array, await _store(array, info)) for array, info in each]
-            await self._write(group)
-            self._weights.release(group[0][0].path)
+            for store, data in self._slabs(list(each)):
+                writes.append(store.write(data, can_reference_source_data_indefinitely=True))
+                waiting += data.nbytes
+                self._wrote(data.nbytes)
+                if waiting > _TOGETHER_BYTES:
+                    await asyncio.gather(*writes)
+                    writes, waiting = [], 0
+        await asyncio.gather(*writes)
         return []
 
-    async def _write(self, group: Sequence[tuple[_Array, Any]]) -> None:
-        """Writes the arrays of a weight or part, a slab of rows at a time."""
+    def _slabs(self, group: Sequence[tuple[_Array, Any]]) -> Iterator[tuple[Any, np.ndarray]]:
+        """The arrays of a weight or part, some rows at a time: where they go, and what they hold."""
         array, _ = group[0]
         by_row = [array for array, _ in group if array.stored.holds != "order"]
-        rows = by_row[0].shape[0]
         # Values of 4 bits are read one to a byte.
         size = sum(array.nbytes for array in by_row) * (1 if array.scheme is None else 2)
-        for slab in _slabs(rows, size, _chunks(by_row[0].shape)[0]):
-            held = array.read(self._weights, slab)
+        for rows in _row_slabs(by_row[0].shape[0], size, _chunks(by_row[0].shape)[0]):
+            held = array.read(self._weights, rows)
             for each, store in group:
-                piece = held[each.stored.holds]
                 if each.stored.holds != "order":
-                    store = store[slab.start : slab.stop]
-                elif slab.start > 0:
-                    continue
-                await store.write(piece, can_reference_source_data_indefinitely=True)
-                self._wrote(piece.nbytes)
+                    yield store[rows.start : rows.stop], held[each.stored.holds]
+                elif rows.start == 0:
+                    yield store, held["order"]
+        self._weights.release(array.path)
 
 
 async def _store(array: _Array, info: Any) -> Any:
@@ -265,7 +273,7 @@ async def _store(array: _Array, info: Any) -> Any:
     return await tensorstore.open(spec, create=True, open=True, context=info.ts_context)
 
 
-def _slabs(rows: int, size: int, chunk: int) -> Iterator[range]:
+def _row_slabs(rows: int, size: int, chunk: int) -> Iterator[range]:
     """Rows, a number of whole chunks at a time; `size` is that of all of them in bytes."""
     step = max(1, _SLAB_BYTES * rows // max(size, 1) // chunk) * chunk
     return (range(start, min(start + step, rows)) for start in range(0, rows, step))
