@@ -288,10 +288,11 @@ def _notes(sizes: Sizes, mesh: MeshConfig, num_devices: int) -> list[str]:
         notes.append(f"{num_devices - mesh.num_devices} of {num_devices} devices stay idle")
     if request.weights != "bf16":
         notes.append(f"{request.weights} weights: matrices of the layers; embedding, head and norms stay as they are")
-    if sizes.dequantized_bytes(sizes.structures(mesh)[0]):
+    size, why = sizes.dequantized(sizes.structures(mesh)[0])
+    if size:
         notes.append(
-            f"no kernel reads int4 in groups on {chip.name}: long steps write a matrix out in 16 bits, which is "
-            "counted in temporaries, and take longer than the roofline"
+            f"long steps write a matrix out in 16 bits first, {size / 1e6:.0f} MB at most, which is counted in "
+            f"temporaries, and take longer than the roofline: the kernel {why}"
         )
     if chip.platform == "gpu":
         if mesh.tensor > 8:

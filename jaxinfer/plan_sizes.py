@@ -137,7 +137,7 @@ class Sizes:
         return StageCosts(
             weight_bytes=sum(held.values()),
             slot_bytes=rules_bytes(1, partition.vocab_size) // vocab if stage.is_last else 0,
-            temp_bytes=_assumed_temporaries(model, partition, scheduler) + self.dequantized_bytes(structure),
+            temp_bytes=_assumed_temporaries(model, partition, scheduler) + self.dequantized(structure)[0],
             page_bytes=a_page(len(windows)),
             layers=layers,
             head=head,
@@ -153,15 +153,9 @@ class Sizes:
             sent_bytes=0 if stage.is_last else model.hidden_size * DTYPE.dtype.itemsize,
         )
 
-    def dequantized_bytes(self, structure: DecoderStructure) -> int:
-        """Where no kernel reads int4 in groups, XLA writes a prompt's weights out in 16 bits (docs/kernels.md)."""
-        gpu, rules = self.chip.gpu, structure.partition.rules
-        if self.request.weights != "int4" or gpu is None or gpu.compute_capability == (9, 0):
-            return 0
-        itemsize = DTYPE.dtype.itemsize
-        return max(
-            math.prod(spec.shape) * itemsize // _ways(spec, rules) for spec in structure.specs.values() if spec.schemes
-        )
+    def dequantized(self, structure: DecoderStructure) -> tuple[int, str]:
+        """What the longest step writes out in 16 bits: see `DecoderStructure.dequantized`."""
+        return structure.dequantized(self.device, self.request.max_num_batched_tokens, DTYPE)
 
 
 def _ways(spec: WeightSpec, rules: ShardingRules) -> int:

@@ -175,9 +175,9 @@ def attention(name: str, lens: list[tuple[int, int]], kv_dtype: Any, tiny: bool)
     return cases
 
 
-@partial(jax.jit, static_argnames="dtype")
-def four_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    return (x >> 4 if dtype == jnp.int4 else x & 15).astype(dtype)
+@jax.jit
+def four_bits(x: jax.Array) -> jax.Array:
+    return (x >> 4).astype(jnp.int4)
 
 
 def weight(kind: str, I: int, O: int, seed: int) -> Any:  # noqa: E741
@@ -187,9 +187,8 @@ def weight(kind: str, I: int, O: int, seed: int) -> Any:  # noqa: E741
     if kind == "bfloat16":
         return random(seed, (I, O))
     scales = jnp.full((I // group, O), 1e-2, bf16)
-    zeros = jnp.full((I // group, O), 8, jnp.int8) if kind == "int4 zeros" else None
-    dtype = jnp.uint4 if zeros is not None else jnp.int4
-    return GroupedWeight(four_bits(random(seed, (I // group, group, O), jnp.int8), dtype), scales, zeros)
+    zeros = jnp.full((I // group, O), 1, jnp.int8) if kind == "int4 zeros" else None
+    return GroupedWeight(four_bits(random(seed, (I // group, group, O), jnp.int8)), scales, zeros)
 
 
 def matmul(matrix: str, rows: int, kind: str, tiny: bool) -> Case:

@@ -192,7 +192,7 @@ def _matmul(implementation: str, each: dict[str, Any]) -> Program:
     else:
         by_group = lambda dtype: spec((groups, outputs), dtype)
         w = GroupedWeight(
-            spec((groups, each["group"], outputs), jnp.uint4 if kind == "int4 zeros" else jnp.int4),
+            spec((groups, each["group"], outputs), jnp.uint4 if kind == "int4 minima" else jnp.int4),
             by_group(jnp.bfloat16),
             by_group(jnp.int8) if kind == "int4 zeros" else None,
             by_group(jnp.bfloat16) if kind == "int4 minima" else None,

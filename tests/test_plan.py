@@ -265,7 +265,7 @@ def test_a_plan_is_shown_with_its_doubts(options):
         assert part in text
     assert ("no: " in text) == ("concurrency" in options)
     assert ("send" in text) == ("mesh" in options)
-    assert ("no kernel reads int4 in groups" in " ".join(text.split())) == ("weights" in options)
+    assert ("write a matrix out in 16 bits first" in " ".join(text.split())) == ("weights" in options)
 
 
 def test_a_picture_without_matplotlib_is_refused_with_what_to_install(monkeypatch, tmp_path):

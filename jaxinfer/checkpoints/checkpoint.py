@@ -21,7 +21,7 @@ from jaxinfer.checkpoints.reader import TensorReader, read_json, shown
 from jaxinfer.checkpoints.source import Source
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError, InvalidArgumentError, JaxinferError, UnsupportedError
-from jaxinfer.models.family import NameMap, Target
+from jaxinfer.models.family import NameMap
 from jaxinfer.models.registry import family_of_gguf, family_of_hf
 from jaxinfer.quantization.tensor import Scheme
 
@@ -123,6 +123,7 @@ def _check_layers(config: ModelConfig, reader: TensorReader) -> None:
 
 
 def _open_hf(source: Source) -> Checkpoint:
+    from jaxinfer.checkpoints.quantized_folder import QuantizedFolder, method_of
     from jaxinfer.checkpoints.safetensors import SafetensorsReader
 
     folder = source.path
@@ -133,12 +134,17 @@ def _open_hf(source: Source) -> Checkpoint:
         config_json["eos_token_id"] = list(
             dict.fromkeys(_as_list(config_json.get("eos_token_id")) + _as_list(generation.get("eos_token_id")))
         )
-    reader = SafetensorsReader(folder)
+    files = SafetensorsReader(folder)
+    with _naming(folder / "config.json"):
+        method = method_of(config_json)
+    reader = files if method is None else QuantizedFolder(files, *method)
     with _naming(folder / "config.json"):
         family = family_of_hf(config_json)
         config = family.config_from_hf(config_json)
         _check_layers(config, reader)
         names = family.hf_names(config)
+        if unused := sorted(reader.schemes.keys() & names.ignored):
+            raise UnsupportedError(f"{unused[0]} is quantized by itself, which tie_word_embeddings excludes")
     return Checkpoint(source, config, _natural_dtype(reader), None, folder, reader, names)
 
 
@@ -159,13 +165,12 @@ def _open_orbax(source: Source) -> Checkpoint:
     from jaxinfer.checkpoints.orbax import OrbaxReader
 
     manifest = read_manifest(source.path)
-    names = NameMap(
-        {stored.array: Target(path, stored.part) for path, arrays in manifest.weights.items() for stored in arrays}
-    )
+    arrays = {target.key: held for target, held in manifest.arrays().items()}
+    names = NameMap({target.key: target for target in manifest.arrays()})
     with _naming(source.path / MANIFEST):
         if len(manifest.config.layers) > len(names.targets):
             raise CheckpointError(f"{len(manifest.config.layers)} layers, but only {len(names.targets)} arrays")
-    reader = OrbaxReader(source.path / WEIGHTS, names.targets)
+    reader = OrbaxReader(source.path / WEIGHTS, arrays, manifest.schemes)
     folder = source.path / TOKENIZER
     metadata = read_json(folder / GGUF_TOKENIZER) if (folder / GGUF_TOKENIZER).exists() else None
     dtype = np.dtype(getattr(jnp, manifest.dtype))

@@ -18,17 +18,26 @@ import ml_dtypes
 import numpy as np
 
 from jaxinfer.checkpoints.reader import Index, MappedFile, TensorInfo, check_disjoint, read_json, shown
-from jaxinfer.errors import CheckpointError
+from jaxinfer.errors import CheckpointError, UnsupportedError
 from jaxinfer.quantization.tensor import Packed, Scheme
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_DTYPES = {
+_FLOATS = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+# What quantized weights are made of.
+_DTYPES = _FLOATS | {
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _MAX_DIMS = 8
@@ -49,7 +58,7 @@ class SafetensorsReader:
         promises and its shard has not; the message names the file and the tensor.
     """
 
-    dtypes = frozenset(_DTYPES)
+    dtypes = frozenset(_FLOATS)
     schemes: Mapping[str, Scheme] = {}
 
     def __init__(self, folder: Path):
@@ -64,8 +73,17 @@ class SafetensorsReader:
             raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}")
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
+        return self.mapped(name)[index]
+
+    def mapped(self, name: str) -> np.ndarray:
+        """A view of the mapped file, in floats or not; raises UnsupportedError for a dtype that NumPy has not."""
         info, place = self.tensors[name], self._places[name]
-        return place.file.array(place.offset, info.shape, _DTYPES[info.dtype])[index]
+        if info.dtype not in _DTYPES:
+            raise UnsupportedError(f"{place.file.path}: tensor {shown(name)} is {info.dtype}, which is not supported")
+        return place.file.array(place.offset, info.shape, _DTYPES[info.dtype])
+
+    def file_of(self, name: str) -> Path:
+        return self._places[name].file.path
 
     def read_packed(self, name: str, rows: slice = slice(None)) -> Packed:
         raise AssertionError(f"{name} is in floats")

@@ -137,6 +137,7 @@ def start_up(
     executables = ExecutableCache(cache_dir / "programs" if config.compile_cache else None)
     choice = choose_quantization(recipe, model, dtype, checkpoint.schemes)
     layout = share(lay_out(config, model, dtype, choice.schemes, executables))
+    _log_dequantized(layout, dtype)
     with start_threads() as threads:
         tokenizer = threads.submit(open_tokenizer, checkpoint)
         # Programs are made from declarations, so they need not wait for the weights.
@@ -165,6 +166,17 @@ def choose_quantization(recipe: Recipe, model: ModelConfig, dtype: Any, theirs: 
     for note in choice.notes:
         logger.info("%s", note)
     return choice
+
+
+def _log_dequantized(layout: Layout, dtype: Any) -> None:
+    device, scheduler = device_of(jax.local_devices()[0]), layout.scheduler
+    for name, rows in (("longest", scheduler.max_num_batched_tokens), ("decoding", scheduler.max_num_seqs)):
+        size, why = max(structure.dequantized(device, rows, dtype) for structure in layout.structures)
+        if size:
+            logger.warning(
+                "a %s step (%d tokens) writes quantized matrices out in floats, up to %.0f MB at a time: the kernel %s",
+                *(name, rows, size / 1e6, why),
+            )
 
 
 def described(layout: Layout, model: ModelConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +29,10 @@ from jaxinfer.models.layers import (
     take_rows,
 )
 from jaxinfer.models.partition import Partition
-from jaxinfer.quantization.tensor import Scheme
+from jaxinfer.quantization.tensor import Scheme, nbytes
+from pallas_kernels.dispatch import Device
 from pallas_kernels.paged_attention.layout import KV
+from pallas_kernels.quantized_matmul import stores_floats
 from sharding.rules import MeshError, ShardingRules
 
 RESIDUAL = ("activation_tokens", "activation_model")  # logical axes of the residual stream
@@ -331,6 +334,20 @@ class DecoderStructure:
         """Of one weight."""
         ways = lambda array: math.prod(map(self.partition.rules.ways, array.axes))
         return sum(array.nbytes // ways(array) for array in jax.tree.leaves(self.specs[path].arrays))
+
+    def dequantized(self, device: Device, rows: int, dtype: Any) -> tuple[int, str]:
+        """Bytes, on a device, of the largest matrix that a step of so many rows writes out in floats first, and why it
+        does; 0 where none is."""
+        largest, why = 0, ""
+        for piece in (piece for spec in self.specs.values() for piece in spec.pieces):
+            if piece.scheme is None:
+                continue
+            outputs, inputs = map(operator.floordiv, piece.shape, map(self.partition.rules.ways, piece.axes))
+            shard = piece.scheme.arrays(outputs, inputs, (None, None))
+            reason = stores_floats(device, rows, dtype, shard.weight)
+            if reason and (size := nbytes((outputs, inputs), dtype)) > largest:
+                largest, why = size, reason
+        return largest, why
 
     def merge(self, leaves: tuple[jax.Array, ...]) -> Decoder:
         """The module over these weights; leaves are in the order of `specs`."""

@@ -25,9 +25,6 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
       CheckpointError: a key is missing or no number; the message names it.
       UnsupportedError: a setting the decoder does not have; the message names it.
     """
-    if quantization := _mapping(config, "quantization_config"):
-        method = quantization.get("quant_method", "of an unnamed method")
-        raise UnsupportedError(f"quantization_config ({method}) is not supported: take the unquantized checkpoint")
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise UnsupportedError(f"hidden_act {act} is not supported: a Llama uses silu")
     hidden_size, num_heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")

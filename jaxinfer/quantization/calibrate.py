@@ -18,7 +18,7 @@ from jaxinfer.quantization.tensor import Packed, Scheme
 
 def scheme_of(bits: int, group: int, symmetric: bool, scales: str, reordered: bool = False) -> Scheme:
     """The scheme of weights that are rounded here: 4 or 8 bits in groups."""
-    values = "int8" if bits == 8 else "int4" if symmetric else "uint4"
+    values = "int8" if bits == 8 else "int4"
     return Scheme(values, group, scales, None if symmetric else "zeros", reordered)  # type: ignore[arg-type]
 
 
@@ -26,7 +26,7 @@ def levels(scheme: Scheme) -> tuple[int, int]:
     """The least and the largest value. Symmetric ones leave out the lowest, as `tensor.quantize` does."""
     if scheme.offset is None:
         return (-127, 127) if scheme.bits == 8 else (-7, 7)
-    return (-128, 127) if scheme.bits == 8 else (0, 15)
+    return (-128, 127) if scheme.bits == 8 else (-8, 7)
 
 
 class Grid(NamedTuple):

@@ -59,7 +59,7 @@ def compressed_tensors(packed: Packed) -> dict[str, np.ndarray]:
 def _unsigned(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
     """Values [O, I] and zero points [O, G] from 0 on, as uint8."""
     scheme = packed.scheme
-    shift = 0 if scheme.values == "uint4" else 1 << (scheme.bits - 1)
+    shift = 1 << (scheme.bits - 1)
     zeros = np.zeros_like(packed.scales_OG, np.int16) if packed.zeros_OG is None else packed.zeros_OG.astype(np.int16)
     return (packed.values_OI.astype(np.int16) + shift).astype(np.uint8), (zeros + shift).astype(np.uint8)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import KernelError, choose, current_device
+from pallas_kernels.dispatch import Device, KernelError, choose, current_device
 from pallas_kernels.quantized_matmul import reference, xla
 from pallas_kernels.quantized_matmul.weights import GROUP_SIZES, ChannelWeight, GroupedWeight, Weight
 
@@ -59,7 +58,7 @@ def quantized_matmul(
     function = choose(
         "quantized_matmul",
         {
-            "mosaic_gpu": (mosaic_gpu, partial(_refused_by_mosaic_gpu, x_TI, w)),
+            "mosaic_gpu": (mosaic_gpu, lambda: _refused_by_mosaic_gpu(current_device(), x_TI.dtype, w)),
             "xla": (lambda: xla.quantized_matmul, lambda: None),
             "reference": (lambda: reference.quantized_matmul, lambda: None),
         },
@@ -68,14 +67,27 @@ def quantized_matmul(
     return function(x_TI, w, activations=activations, out_dtype=dtype, inputs_axis=inputs_axis)
 
 
-def _refused_by_mosaic_gpu(x_TI: jax.Array, w: Weight) -> str | None:
-    device = current_device()
+def stores_floats(device: Device, rows: int, dtype: jax.typing.DTypeLike, w: Weight) -> str | None:
+    """Why a product of so many rows first writes the weight out in floats; None if it does not.
+
+    Args:
+      w: the weight, or anything with its shapes and dtypes.
+    """
+    if device.platform != "gpu" or not isinstance(w, GroupedWeight):
+        return None
+    # XLA's fusion reads int4 itself, as the left operand of products by group.
+    if rows < w.values_GJO.shape[1] / 2 and w.values_GJO.dtype == jnp.int4:
+        return None
+    return _refused_by_mosaic_gpu(device, jnp.dtype(dtype), w)
+
+
+def _refused_by_mosaic_gpu(device: Device, dtype: jnp.dtype, w: Weight) -> str | None:
     if device.platform != "gpu" or not any(name in device.kind for name in ("H100", "H200")):
         return f"needs a Hopper GPU (H100, H200), not {device.kind}"
     if isinstance(w, ChannelWeight) or jax.dtypes.itemsize_bits(w.values_GJO.dtype) != 4:
         return "serves 4-bit weights; XLA reads those of 8 bits as they are"
-    if x_TI.dtype != jnp.bfloat16:
-        return f"serves bfloat16 activations, not {x_TI.dtype}"
+    if dtype != jnp.bfloat16:
+        return f"serves bfloat16 activations, not {dtype}"
     if w.shape[1] % 256:
         return f"serves multiples of 256 outputs, not {w.shape[1]}"
     return None

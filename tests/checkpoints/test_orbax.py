@@ -401,6 +401,11 @@ def change(folder: Path, **changes: object) -> None:
             r"array embed\.codes of embed holds int8 codes, which this version does not read",
         ),
         ({"weights": {"embed": [{"array": "embed", "layout": "x"}]}}, UnsupportedError, "has layout, which this"),
+        ({"weights": {"embed": [{"array": "embed"}] * 2}}, CheckpointError, "two arrays hold the same"),
+        ({"schemes": {"layers.0.o": {"values": "int8"}}}, CheckpointError, "has arrays for values, expected scales, v"),
+        ({"schemes": {"layers.0.o": {"values": "int3"}}}, CheckpointError, "o: values: int3 is not of type"),
+        ({"schemes": {"layers.0.o": {"values": "int8", "group": 7}}}, CheckpointError, "groups of 7 is no way"),
+        ({"schemes": {"layers.9.o": {"values": "int8"}}}, CheckpointError, r"layers\.9\.o has a scheme, but no arrays"),
     ],
 )
 def test_a_manifest_that_does_not_fit(copied, changes, kind, said):
@@ -441,7 +446,7 @@ def test_weights_that_do_not_fit(copied):
     with pytest.raises(CheckpointError, match=r"layers\.1\.o \[48, 48\] has tensors for 0 rows"):
         opened(copied).load()
     change(copied, weights=weights | {"layers.0.o": [{"array": "layers.0.down"}]})
-    with pytest.raises(CheckpointError, match=r"layers\.0\.down has shape \[48, 80\], expected \[48, 48\]"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.o has shape \[48, 80\], expected \[48, 48\]"):
         opened(copied).load()
 
 

@@ -108,7 +108,6 @@ def test_a_null_or_default_rope_scaling_is_none():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"head_dim": 13}, "13"),
     ],
@@ -137,7 +136,7 @@ def test_a_missing_or_senseless_key_is_named(key, value):
 
 
 def test_senseless_nested_values_are_named():
-    for changes in ({"rope_scaling": ["linear"]}, {"quantization_config": "awq"}, {"eos_token_id": "</s>"}):
+    for changes in ({"rope_scaling": ["linear"]}, {"eos_token_id": "</s>"}):
         with pytest.raises(CheckpointError):
             config_from_hf(tiny_config(**changes))
     with pytest.raises(CheckpointError, match="factor"):
