@@ -21,7 +21,7 @@ from jaxinfer.checkpoints.reader import TensorReader, read_json, shown
 from jaxinfer.checkpoints.source import Source
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError, InvalidArgumentError, JaxinferError, UnsupportedError
-from jaxinfer.models.family import NameMap, Target
+from jaxinfer.models.family import NameMap
 from jaxinfer.models.registry import family_of_gguf, family_of_hf
 from jaxinfer.quantization.tensor import Scheme
 
@@ -165,13 +165,12 @@ def _open_orbax(source: Source) -> Checkpoint:
     from jaxinfer.checkpoints.orbax import OrbaxReader
 
     manifest = read_manifest(source.path)
-    names = NameMap(
-        {stored.array: Target(path, stored.part) for path, arrays in manifest.weights.items() for stored in arrays}
-    )
+    arrays = {target.key: held for target, held in manifest.arrays().items()}
+    names = NameMap({target.key: target for target in manifest.arrays()})
     with _naming(source.path / MANIFEST):
         if len(manifest.config.layers) > len(names.targets):
             raise CheckpointError(f"{len(manifest.config.layers)} layers, but only {len(names.targets)} arrays")
-    reader = OrbaxReader(source.path / WEIGHTS, names.targets)
+    reader = OrbaxReader(source.path / WEIGHTS, arrays, manifest.schemes)
     folder = source.path / TOKENIZER
     metadata = read_json(folder / GGUF_TOKENIZER) if (folder / GGUF_TOKENIZER).exists() else None
     dtype = np.dtype(getattr(jnp, manifest.dtype))

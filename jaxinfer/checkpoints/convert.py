@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import math
 import os
@@ -23,17 +25,21 @@ from jaxinfer.checkpoints.checkpoint import Checkpoint
 from jaxinfer.checkpoints.manifest import (
     FORMAT,
     GGUF_TOKENIZER,
+    HOLDS,
     MANIFEST,
     PARTIAL,
     TOKENIZER,
     WEIGHTS,
     Manifest,
     Stored,
+    stored_as,
 )
 from jaxinfer.checkpoints.placement import Progress, Weights
 from jaxinfer.checkpoints.reader import shown
-from jaxinfer.errors import CheckpointError, InvalidArgumentError
+from jaxinfer.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from jaxinfer.models.decoder import decoder_structure
+from jaxinfer.quantization.packing import paired
+from jaxinfer.quantization.tensor import Scheme
 
 if TYPE_CHECKING:
     from jaxinfer.models.layers import WeightSpec
@@ -43,7 +49,8 @@ _LOCK = ".convert.lock"
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 # A chunk is read whole, so a shard's edges should be edges of chunks: dimensions are halved until they are this small.
 _CHUNK_ROWS, _CHUNK_COLUMNS = 1024, 2048
-_SLAB_BYTES = 1 << 27  # written at once; each takes another entry in the store's history
+_SLAB_BYTES = 1 << 27  # read at once
+_TOGETHER_BYTES = 1 << 24  # of small arrays, written together
 
 
 def convert(
@@ -51,21 +58,25 @@ def convert(
 ) -> None:
     """Writes a checkpoint's weights, config and tokenizer into a folder that `--model` takes.
 
+    What is quantized stays so.
+
     Weights are read and written a slab at a time: host memory stays near two slabs of 128 MB, or two of the largest
-    array if that is smaller. The manifest gets its name last. A folder without one counts as incomplete, and
-    converting into it again begins anew.
+    array if that is smaller, and 16 MB of small ones. The manifest gets its name last. A folder without one counts as
+    incomplete, and converting into it again begins anew.
 
     Args:
       output: a new or empty folder, or one that an interrupted convert left.
-      dtype: of all weights but norms; by default the checkpoint's own.
+      dtype: of all weights in floats but norms; by default the checkpoint's own.
       progress: called as weights are written, with the bytes done and the bytes in all.
 
     Raises:
       InvalidArgumentError: the folder holds something else, or another convert is at work there.
       CheckpointError: the checkpoint is broken, or the folder cannot be written.
+      UnsupportedError: 4-bit values of a matrix with an odd number of inputs.
     """
     dtype = checkpoint.dtype if dtype is None else dtype
-    specs = decoder_structure(checkpoint.config, dtype).specs
+    schemes = checkpoint.schemes
+    specs = decoder_structure(checkpoint.config, dtype, schemes=schemes).specs
     arrays = {path: _arrays(path, spec) for path, spec in specs.items()}
     manifest = Manifest(
         format=FORMAT,
@@ -73,6 +84,7 @@ def convert(
         dtype=dtype.name,  # type: ignore[arg-type]
         config=checkpoint.config,
         weights={path: tuple(array.stored for array in each) for path, each in arrays.items()},
+        schemes=schemes,
     )
     with checkpoint.weights(specs) as weights, _written(output):
         _write(output / PARTIAL, manifest.to_json())
@@ -122,13 +134,19 @@ def _check_free(output: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array to be written: some rows of a weight, read when their turn comes. Orbax sees it as a leaf."""
+    """An array to be written: some rows of a weight, read when their turn comes. Orbax sees it as a leaf.
+
+    Attributes:
+      piece: of the weight, and the row in it that is the array's first.
+    """
 
     path: str
     stored: Stored
+    piece: int
     first_row: int
     shape: tuple[int, ...]
     dtype: np.dtype
+    scheme: Scheme | None
 
     @property
     def size(self) -> int:
@@ -138,25 +156,37 @@ class _Array:
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
-    def slabs(self, chunks: Sequence[int]) -> Iterator[range]:
-        """Its rows, a number of whole chunks at a time."""
-        step = max(1, _SLAB_BYTES * self.shape[0] // max(self.nbytes, 1) // chunks[0]) * chunks[0]
-        return (range(start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step))
-
-    def read(self, weights: Weights, rows: range) -> np.ndarray:
-        of_weight = slice(self.first_row + rows.start, self.first_row + rows.stop)
-        return weights.read(self.path, (of_weight, *(slice(size) for size in self.shape[1:])))
+    def read(self, weights: Weights, rows: range) -> dict[str, np.ndarray]:
+        """Rows of this array and of those beside it, if they make up a quantized matrix, by what they hold."""
+        of_piece = range(self.first_row + rows.start, self.first_row + rows.stop)
+        if self.scheme is None:
+            index = (slice(of_piece.start, of_piece.stop), *(slice(size) for size in self.shape[1:]))
+            return {"values": weights.read(self.path, index, self.piece)}
+        packed = weights.read_packed(self.path, of_piece, self.piece)
+        values = packed.values_OI if packed.scheme.bits == 8 else paired(packed.values_OI)
+        held = dict(zip(HOLDS, (values, *packed[2:]), strict=True))
+        return {holds: array for holds, array in held.items() if array is not None}
 
 
 def _arrays(path: str, spec: WeightSpec) -> list[_Array]:
-    dtype = np.dtype(spec.dtype)
-    if not spec.parts:
-        return [_Array(path, Stored(array=path), 0, spec.shape, dtype)]
     arrays, first = [], 0
-    for part in spec.parts:
-        stored = Stored(array=f"{path}.{part.name}", part=part.name)
-        arrays.append(_Array(path, stored, first, (part.rows, *spec.shape[1:]), dtype))
-        first += part.rows
+    pieces = spec.pieces
+    for number, key in enumerate(spec.keys(path)):
+        part = spec.parts[number] if spec.parts else None
+        shape = spec.shape if part is None else (part.rows, *spec.shape[1:])
+        piece, row = (number, 0) if len(pieces) > 1 else (0, first)
+        scheme = pieces[piece].scheme
+        if scheme is None:
+            held = {key: ("values", shape, np.dtype(spec.dtype))}
+        else:
+            if scheme.bits == 4 and shape[1] % 2:
+                raise UnsupportedError(f"{key}: 4-bit values of {shape[1]} inputs are not supported: no even number")
+            outputs, inputs = shape
+            held = {f"{key}.{holds}": (holds, *each) for holds, each in stored_as(scheme, outputs, inputs).items()}
+        for name, (holds, its_shape, dtype) in held.items():
+            stored = Stored(array=name, part=None if part is None else part.name, holds=holds)
+            arrays.append(_Array(path, stored, piece, row, its_shape, dtype, scheme))
+        first += shape[0]
     return arrays
 
 
@@ -194,25 +224,59 @@ class _StreamedArrays(type_handlers.NumpyHandler):
         self._wrote = wrote
 
     async def serialize(self, values: Sequence[_Array], infos: Sequence[Any], args: Any = None) -> list[Any]:
-        for array, info in zip(values, infos, strict=True):
-            await info.await_path_creation()
-            spec = type_handlers.get_json_tspec_write(
-                info,
-                use_ocdbt=True,
-                global_shape=array.shape,
-                local_shape=array.shape,
-                dtype=array.dtype,
-                process_index=0,
-            )
-            spec["dtype"] = array.dtype.name  # early 0.12 leaves it out
-            spec["metadata"]["chunks"] = chunks = _chunks(array.shape)
-            store = await tensorstore.open(spec, create=True, open=True, context=info.ts_context)
-            for rows in array.slabs(chunks):
-                slab = array.read(self._weights, rows)
-                await store[rows.start : rows.stop].write(slab, can_reference_source_data_indefinitely=True)
-                self._wrote(slab.nbytes)
-            self._weights.release(array.path)
+        # Together, since what is awaited alone is a step in the store's history, which slows down all that follow.
+        stores = await asyncio.gather(*(_store(array, info) for array, info in zip(values, infos, strict=True)))
+        writes: list[Any] = []
+        waiting = 0
+        # Arrays of a quantized matrix lie side by side in Orbax's order, and are read together.
+        for _, each in itertools.groupby(
+            zip(values, stores, strict=True), key=lambda pair: (pair[0].path, pair[0].stored.part)
+        ):
+            for store, data in self._slabs(list(each)):
+                writes.append(store.write(data, can_reference_source_data_indefinitely=True))
+                waiting += data.nbytes
+                self._wrote(data.nbytes)
+                if waiting > _TOGETHER_BYTES:
+                    await asyncio.gather(*writes)
+                    writes, waiting = [], 0
+        await asyncio.gather(*writes)
         return []
+
+    def _slabs(self, group: Sequence[tuple[_Array, Any]]) -> Iterator[tuple[Any, np.ndarray]]:
+        """The arrays of a weight or part, some rows at a time: where they go, and what they hold."""
+        array, _ = group[0]
+        by_row = [array for array, _ in group if array.stored.holds != "order"]
+        # Values of 4 bits are read one to a byte.
+        size = sum(array.nbytes for array in by_row) * (1 if array.scheme is None else 2)
+        for rows in _row_slabs(by_row[0].shape[0], size, _chunks(by_row[0].shape)[0]):
+            held = array.read(self._weights, rows)
+            for each, store in group:
+                if each.stored.holds != "order":
+                    yield store[rows.start : rows.stop], held[each.stored.holds]
+                elif rows.start == 0:
+                    yield store, held["order"]
+        self._weights.release(array.path)
+
+
+async def _store(array: _Array, info: Any) -> Any:
+    await info.await_path_creation()
+    spec = type_handlers.get_json_tspec_write(
+        info,
+        use_ocdbt=True,
+        global_shape=array.shape,
+        local_shape=array.shape,
+        dtype=array.dtype,
+        process_index=0,
+    )
+    spec["dtype"] = array.dtype.name  # early 0.12 leaves it out
+    spec["metadata"]["chunks"] = _chunks(array.shape)
+    return await tensorstore.open(spec, create=True, open=True, context=info.ts_context)
+
+
+def _row_slabs(rows: int, size: int, chunk: int) -> Iterator[range]:
+    """Rows, a number of whole chunks at a time; `size` is that of all of them in bytes."""
+    step = max(1, _SLAB_BYTES * rows // max(size, 1) // chunk) * chunk
+    return (range(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _chunks(shape: tuple[int, ...]) -> list[int]:

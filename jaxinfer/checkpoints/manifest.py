@@ -4,7 +4,8 @@
     DIR/tokenizer/      files of a Hugging Face folder, or `gguf.json`: what a GGUF file says of its tokenizer
     DIR/weights/        an Orbax checkpoint with an array for each part of a weight, such as `layers.0.qkv.q`
 
-Arrays are as the model has them, without padding, copies or anything else that a mesh asks for.
+Arrays are as the model has them, without padding, copies or anything else that a mesh asks for. A matrix that is
+quantized has several, such as `layers.0.qkv.q.values`: see `HOLDS`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxinfer.checkpoints.reader import read_json, shown
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError, UnsupportedError
+from jaxinfer.models.family import Target
+from jaxinfer.quantization.tensor import Scheme, np_dtype
 
 MANIFEST = "jaxinfer.json"
 PARTIAL = "jaxinfer.json.partial"
@@ -28,6 +33,9 @@ TOKENIZER = "tokenizer"
 GGUF_TOKENIZER = "gguf.json"
 WEIGHTS = "weights"
 FORMAT = 1
+# What arrays of a quantized matrix [O, I] hold, as `Packed` has it: values are [O, I], or uint8 [O, I / 2] if they have
+# 4 bits, two to a byte, the first in its low half.
+HOLDS = ("values", "scales", "zeros", "minima", "order")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +45,7 @@ class Stored:
     Attributes:
       array: its name there.
       part: of a fused weight, the part it is; None if the weight has none.
-      holds: what of the weight or part it is. In this version always "values", the whole of it; a quantized weight
-        has several arrays, each of which holds something else.
+      holds: what of the weight or part it is: one of `HOLDS`, "values" alone if it is in floats.
     """
 
     array: str
@@ -55,6 +62,7 @@ class Manifest:
       source: name of the model it was converted from, for people.
       dtype: of all weights but norms.
       weights: the arrays of every weight, by path.
+      schemes: of those weights or parts that are quantized, by path, or path and part.
     """
 
     format: int
@@ -62,9 +70,37 @@ class Manifest:
     dtype: Literal["float32", "bfloat16", "float16"]
     config: ModelConfig
     weights: dict[str, tuple[Stored, ...]]
+    schemes: dict[str, Scheme] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1)
+        said = dataclasses.asdict(self)
+        if not self.schemes:
+            del said["schemes"]  # which versions that know none refuse
+        return json.dumps(said, indent=1)
+
+    def arrays(self) -> dict[Target, dict[str, str]]:
+        """The arrays of every weight or part, by what they hold."""
+        arrays: dict[Target, dict[str, str]] = {}
+        for path, each in self.weights.items():
+            for stored in each:
+                arrays.setdefault(Target(path, stored.part), {})[stored.holds] = stored.array
+        return arrays
+
+
+def stored_as(scheme: Scheme, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and dtype of each array of a quantized matrix, by what it holds."""
+    groups = -(-inputs // (scheme.group or inputs))
+    arrays: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+        "values": ((outputs, inputs), np_dtype(scheme.values)),
+        "scales": ((outputs, groups), np_dtype(scheme.scales)),
+    }
+    if scheme.bits == 4:
+        arrays["values"] = ((outputs, inputs // 2), np.dtype(np.uint8))
+    if scheme.offset is not None:
+        arrays[scheme.offset] = ((outputs, groups), np_dtype("int8" if scheme.offset == "zeros" else scheme.scales))
+    if scheme.reordered:
+        arrays["order"] = ((inputs,), np.dtype(np.int32))
+    return arrays
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -81,13 +117,25 @@ def read_manifest(folder: Path) -> Manifest:
     if version != FORMAT:
         raise CheckpointError(f"{path}: is not of jaxinfer convert: format = {shown(version)}")
     manifest: Manifest = _typed(Manifest, value, str(path))
-    for path_, arrays in manifest.weights.items():
-        for stored in arrays:
-            if stored.holds != "values":
+    for path_, stored_ in manifest.weights.items():
+        for stored in stored_:
+            if stored.holds not in HOLDS:
                 raise UnsupportedError(
                     f"{path}: array {shown(stored.array)} of {shown(path_)} holds {shown(stored.holds)}, which this "
                     "version does not read"
                 )
+    arrays = manifest.arrays()
+    if sum(map(len, arrays.values())) < sum(map(len, manifest.weights.values())):
+        raise CheckpointError(f"{path}: two arrays hold the same")
+    if unknown := sorted(manifest.schemes.keys() - {target.key for target in arrays}):
+        raise CheckpointError(f"{path}: {shown(unknown[0])} has a scheme, but no arrays")
+    for target, holds in arrays.items():
+        scheme = manifest.schemes.get(target.key)
+        expected = {"values"} if scheme is None else stored_as(scheme, 1, 2).keys()
+        if holds.keys() != expected:
+            raise CheckpointError(
+                f"{path}: {shown(target.key)} has arrays for {', '.join(holds)}, expected {', '.join(sorted(expected))}"
+            )
     return manifest
 
 

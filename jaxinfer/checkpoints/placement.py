@@ -96,32 +96,39 @@ class Weights:
         return host
 
     def read_quantized(self, path: str, piece: int = 0) -> QuantizedWeight:
-        """Returns a piece that is quantized, whole and laid out as devices have it.
+        """Returns a piece that is quantized, whole and laid out as devices have it; raises as `read_packed`."""
+        rows, inputs = self.specs[path].pieces[piece].shape
+        return laid_out(self.read_packed(path, range(rows), piece), inputs)
+
+    def read_packed(self, path: str, rows: range, piece: int = 0) -> Packed:
+        """Returns rows of a piece that is quantized, in the model's order.
 
         Raises:
           CheckpointError: numbers that are not finite, or otherwise mean none; the message names the tensor.
         """
-        spec = self.specs[path].pieces[piece]
+        spec, sources = self.specs[path].pieces[piece], self._sources[path][piece]
         scheme = spec.scheme
         assert scheme is not None
-        rows, (_, inputs) = spec.shape[0], spec.checkpoint_shape
+        inputs = spec.checkpoint_shape[1]
         groups = 1 if scheme.group is None else -(-inputs // scheme.group)
+        heads = max(source.interleaved or 1 for source in sources)
+        region = range(rows.start // heads * heads, -(-rows.stop // heads) * heads)  # whole ones
 
         def by_group(dtype: str) -> np.ndarray:
-            return np.zeros((rows, groups), np_dtype(dtype))
+            return np.zeros((len(region), groups), np_dtype(dtype))
 
         whole = Packed(
             scheme,
-            np.zeros((rows, inputs), np.int8 if "int" in scheme.values else np_dtype(scheme.values)),
+            np.zeros((len(region), inputs), np.int8 if "int" in scheme.values else np_dtype(scheme.values)),
             by_group(scheme.scales),
             by_group("int8") if scheme.offset == "zeros" else None,
             by_group(scheme.scales) if scheme.offset == "minima" else None,
             np.zeros(inputs, np.int32) if scheme.reordered else None,
         )
-        self._run(
-            [block for source in self._sources[path][piece] for block in _packed_blocks(self._reader, source, whole)]
-        )
-        return laid_out(whole, spec.shape[1])
+        self._run([block for source in sources for block in _packed_blocks(self._reader, source, region, whole)])
+        wanted = slice(rows.start - region.start, rows.stop - region.start)
+        by_row = [None if array is None else array[wanted] for array in whole[1:5]]
+        return Packed(scheme, *by_row, whole.order_I)  # type: ignore[arg-type, call-arg]
 
     def _run(self, calls: list[Callable[[], None]]) -> None:
         for _ in self._threads.map(lambda call: call(), calls):
@@ -321,8 +328,9 @@ def _packed(reader: TensorReader, name: str, rows: slice, scheme: Scheme) -> Pac
         raise CheckpointError(f"{reader.path}: {shown(name)}: {error}") from error
 
 
-def _packed_blocks(reader: TensorReader, source: _Source, whole: Packed) -> list[Callable[[], None]]:
-    """Returns calls that each fill some rows of a quantized weight, in any order or at once."""
+def _packed_blocks(reader: TensorReader, source: _Source, region: range, whole: Packed) -> list[Callable[[], None]]:
+    """Returns calls that each fill some rows of `whole`, which is a region of a quantized weight, in any order or at
+    once."""
     name, pieces, head_dim, _ = source
     step = max(1, _PACKED_ELEMENTS // whole.values_OI.shape[1])
     step = -(-step // (head_dim or 1)) * (head_dim or 1)  # whole heads
@@ -336,11 +344,13 @@ def _packed_blocks(reader: TensorReader, source: _Source, whole: Packed) -> list
         if whole.order_I is not None:
             whole.order_I[...] = packed.order_I
 
-    return [
-        partial(fill, rows, rows.start - first + into)
-        for first, into, count in pieces
-        for rows in _cuts(range(first, first + count), step)
-    ]
+    calls: list[Callable[[], None]] = []
+    for first, into, count in pieces:
+        start, stop = max(into, region.start), min(into + count, region.stop)
+        shift = first - into  # from rows of the weight to rows of the tensor
+        for rows in _cuts(range(start + shift, max(start, stop) + shift), step):
+            calls.append(partial(fill, rows, rows.start - shift - region.start))
+    return calls
 
 
 def _cuts(whole: range, step: int) -> list[range]:

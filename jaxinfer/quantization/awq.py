@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.errors import CheckpointError, UnsupportedError
-from jaxinfer.quantization.packing import FLOATS, INT32, Matrix, Parts, integer_scheme, integers, taken
+from jaxinfer.quantization.packing import FLOATS, INT32, Matrix, Parts, group_size, integer_scheme, integers, taken
 from jaxinfer.quantization.tensor import Packed
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of its eight outputs each four bits of a word are, from the lowest
@@ -27,8 +27,7 @@ class Awq:
             raise UnsupportedError(f"AWQ version {version} is not supported; known: gemm")
         if (bits := config.get("bits", 4)) != 4:
             raise UnsupportedError(f"AWQ of {bits} bits is not supported; known: 4")
-        size = int(config.get("group_size", 128))
-        self._group = None if size == -1 else size
+        self._group = group_size(config)
         self._symmetric = not config.get("zero_point", True)
 
     def matrix(self, module: str, parts: Parts) -> Matrix | None:

@@ -16,9 +16,19 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.errors import CheckpointError, UnsupportedError
-from jaxinfer.quantization.fp8 import ACTIVATION_SCALES, by_rows, float8
+from jaxinfer.quantization.fp8 import ACTIVATION_SCALES, block_size, by_rows, float8
 from jaxinfer.quantization.gptq import input_order
-from jaxinfer.quantization.packing import INT32, Matrix, Parts, integer_scheme, integers, regrouped, taken, unpacked
+from jaxinfer.quantization.packing import (
+    INT32,
+    Matrix,
+    Parts,
+    integer_scheme,
+    integers,
+    positive,
+    regrouped,
+    taken,
+    unpacked,
+)
 from jaxinfer.quantization.tensor import Packed
 
 _PACKED, _PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
@@ -115,10 +125,9 @@ def _weights(name: str, group: Any, form: str) -> _Weights:
     block: tuple[int, int] | None = None
     match args.get("strategy") or ("group" if size > 0 else "channel"):
         case "group":
-            block = (1, size)
+            block = (1, positive(size, "group_size"))
         case "block":
-            rows, columns = args["block_structure"]
-            block = (int(rows), int(columns))
+            block = block_size(args["block_structure"])
         case "channel" | "tensor":
             pass
         case other:

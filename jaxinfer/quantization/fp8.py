@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.errors import UnsupportedError
-from jaxinfer.quantization.packing import FLOATS, Matrix, Parts, kept_group, regrouped, taken
+from jaxinfer.quantization.packing import FLOATS, Matrix, Parts, kept_group, positive, regrouped, taken
 from jaxinfer.quantization.tensor import Packed, Scheme
 
 ACTIVATION_SCALES = frozenset({"input_scale", "activation_scale", "input_zero_point"})
@@ -28,7 +28,7 @@ class Fp8:
         if (form := config.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise UnsupportedError(f"fp8 of format {form} is not supported; known: e4m3")
         block = config.get("weight_block_size")
-        self._block = None if block is None else (int(block[0]), int(block[1]))
+        self._block = None if block is None else block_size(block)
 
     def matrix(self, module: str, parts: Parts) -> Matrix | None:
         scale = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
@@ -37,6 +37,12 @@ class Fp8:
             return None
         weight = taken(parts, "weight", _VALUES, (None, None))
         return float8(parts, weight, scale, self._block)
+
+
+def block_size(block: Sequence[Any]) -> tuple[int, int]:
+    """Outputs and inputs, as a config says them; raises CheckpointError."""
+    outputs, inputs = (positive(size, "a size of blocks") for size in block)
+    return outputs, inputs
 
 
 def float8(parts: Parts, weight: np.ndarray, scale: str, block: tuple[int, int] | None) -> Matrix:

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.errors import CheckpointError, UnsupportedError
-from jaxinfer.quantization.packing import FLOATS, INT32, Matrix, Parts, integer_scheme, integers, taken, unpacked
+from jaxinfer.quantization.packing import (
+    FLOATS,
+    INT32,
+    Matrix,
+    Parts,
+    group_size,
+    integer_scheme,
+    integers,
+    taken,
+    unpacked,
+)
 from jaxinfer.quantization.tensor import Packed
 
 # Zero points are stored less one in the first format. Some writers take the one from each number by itself, some from
@@ -44,8 +54,7 @@ class Gptq:
             raise UnsupportedError(f"GPTQ with other settings for some modules (dynamic: {rules[0]}) is not supported")
         self._less_one = form == "gptq"
         self._bits: int = bits  # type: ignore[assignment]
-        size = int(config.get("group_size", 128))
-        self._group = None if size == -1 else size
+        self._group = group_size(config)
         self._symmetric = bool(config.get("sym", True))
         self._reordered = bool(config.get("desc_act", False))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -50,12 +50,25 @@ def taken(parts: Parts, name: str, dtypes: Sequence[str], shape: Sequence[int | 
         raise CheckpointError(f"has no {name}")
     array = parts[name]
     fits = len(array.shape) == len(shape) and all(want in (None, size) for size, want in zip(array.shape, shape))  # noqa: B905
-    if array.dtype.name not in dtypes or not fits:
+    if array.dtype.name not in dtypes or not fits or not array.size:
         expected = ", ".join("any" if size is None else str(size) for size in shape)
         raise CheckpointError(
             f"{name} is {array.dtype.name} {list(array.shape)}, expected {' or '.join(dtypes)} [{expected}]"
         )
     return array
+
+
+def positive(value: Any, name: str) -> int:
+    """A size that a config says; raises CheckpointError."""
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{name} is {value!r}, expected a size")
+    return value
+
+
+def group_size(config: Mapping[str, Any]) -> int | None:
+    """Of AWQ and GPTQ; None for -1, which is a row. Raises CheckpointError."""
+    size = config.get("group_size", 128)
+    return None if size == -1 else positive(size, "group_size")
 
 
 def integer_scheme(
@@ -103,6 +116,18 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
     np.bitwise_and(octets, 15, out=numbers[..., 0])
     np.right_shift(octets, 4, out=numbers[..., 1])
     return numbers.reshape(*octets.shape[:-1], 2 * octets.shape[-1])
+
+
+def paired(values_OI: np.ndarray) -> np.ndarray:
+    """Values of 4 bits, signed or not, two to a byte, the first in its low half: uint8 [O, I / 2]."""
+    low, high = values_OI[:, ::2].view(np.uint8), values_OI[:, 1::2].view(np.uint8)
+    return low & 15 | high << 4
+
+
+def unpaired(octets: np.ndarray, *, signed: bool) -> np.ndarray:
+    """What `paired` was given: int8 [O, I]."""
+    numbers = unpacked(octets, 4)
+    return ((numbers ^ 8) - np.uint8(8) if signed else numbers).view(np.int8)
 
 
 def integers(

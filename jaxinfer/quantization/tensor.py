@@ -46,9 +46,12 @@ class Scheme:
     activations: Literal["int8"] | None = None
 
     def __post_init__(self) -> None:
-        assert self.group in (None, *GROUP_SIZES), self.group
-        assert self.offset is None or self.group is not None
-        assert self.activations is None or (self.values == "int8" and self.group is None)
+        if (
+            self.group not in (None, *GROUP_SIZES)
+            or (self.offset is not None and self.group is None)
+            or (self.activations is not None and (self.values != "int8" or self.group is not None))
+        ):
+            raise ValueError(f"{self} is no way to keep numbers")
 
     @property
     def bits(self) -> int:
@@ -190,7 +193,7 @@ class Packed(NamedTuple):
         for what, array in (("scales", self.scales_OG), ("minima", self.minima_OG)):
             if array is not None and not np.isfinite(array.astype(np.float32)).all():
                 raise CheckpointError(f"{name}: {what} that are not finite")
-        if self.scheme.values == "float8_e4m3fn" and np.isnan(self.values_OI.astype(np.float32)).any():
+        if self.scheme.values == "float8_e4m3fn" and ((self.values_OI.view(np.uint8) & 0x7F) == 0x7F).any():  # NaN
             raise CheckpointError(f"{name}: values that are not finite")
         if self.order_I is not None and not np.array_equal(np.sort(self.order_I), np.arange(self.order_I.size)):
             raise CheckpointError(f"{name}: its order of inputs is no permutation")

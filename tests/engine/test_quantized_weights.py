@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,12 @@ import safetensors.numpy
 import tiny_checkpoints
 from engine_harness import Answer
 
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.source import Source
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.errors import CheckpointError
+from jaxinfer.quantize import Settings, quantize
 from jaxinfer.types import Request, SamplingParams
 
 TINY = replace(tiny_checkpoints.VARIANTS["llama2"], hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96)
@@ -100,3 +104,34 @@ def test_a_gguf_stays_packed_and_gives_the_same_tokens(cache_dir, tmp_path, kind
     with start(tmp_path / "m.gguf", cache_dir, packed=True) as engine:
         assert tokens(engine) == floats
         assert any(leaf.ndim == 3 for leaf in engine.runners[0].leaves[0])
+
+
+@pytest.fixture(scope="module")
+def quantized(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folders that `jaxinfer quantize` writes."""
+    prompt = np.random.default_rng(0).integers(5, 380, 1100).tolist()
+
+    def make(method: str, **settings) -> Path:
+        output = tmp_path_factory.mktemp("quantized") / method
+        checkpoint = open_checkpoint(Source("hf", folder, "model"))
+        quantize(checkpoint, lambda text: prompt, "", output, Settings(method=method, group_size=16, **settings))
+        return output
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("awq", {}), ("gptq", {"act_order": True, "symmetric": False}), ("gptq", {"bits": 8}), ("rtn", {})],
+    ids=["awq", "gptq act-order", "gptq 8", "compressed-tensors"],
+)
+def test_what_quantize_writes_is_served_packed(quantized, cache_dir, method, settings):
+    """Inputs of o and down in an order of their own are gathered from both devices."""
+    model = quantized(method, **settings)
+    with start(model, cache_dir) as engine:
+        floats = tokens(engine)
+    for mesh in (None, "tensor=2") if "act_order" in settings else (None,):
+        with start(model, cache_dir, packed=True, mesh=mesh) as engine:
+            assert len(engine._started.choice.schemes) == 7 * TINY.layers
+            assert tokens(engine) == floats

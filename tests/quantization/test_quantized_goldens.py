@@ -9,10 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from jaxinfer.checkpoints.checkpoint import _naming
 from jaxinfer.checkpoints.quantized_folder import QuantizedFolder, method_of
 from jaxinfer.checkpoints.reader import TensorInfo
 from jaxinfer.checkpoints.safetensors import SafetensorsReader
+from jaxinfer.errors import CheckpointError, UnsupportedError
 from jaxinfer.quantization.tensor import Scheme
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quantized"
@@ -73,3 +77,39 @@ def test_the_numbers_that_the_tool_makes_of_it(tmp_path, name):
         np.testing.assert_array_equal(reader.read("m.weight", (rows, slice(7, 50))), expected[rows, 7:50])
     reader.release("m.weight")
     np.testing.assert_array_equal(reader.read("m.weight"), expected)
+
+
+NUMBERS = st.sampled_from([None, 0, -1, 1, 3, 4, 8, 16, 24, 32, 128, 1 << 40, 0.5, "x", [], [0, 0], [16], True])
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_damage_never_raises_anything_but_errors_that_name_it(tmp_path_factory, data):
+    """Bytes of the header and of the numbers, and a value of the config."""
+    name = data.draw(st.sampled_from(sorted(SCHEMES)))
+    folder = tmp_path_factory.mktemp("damaged")
+    raw = bytearray((GOLDEN / f"{name}.safetensors").read_bytes())
+    size = 8 + int.from_bytes(raw[:8], "little")
+    start = raw.index(b'"m.')
+    for _ in range(data.draw(st.integers(0, 3))):
+        raw[data.draw(st.one_of(st.integers(start, size - 1), st.integers(size, len(raw) - 1)))] = data.draw(
+            st.integers(0, 255)
+        )
+    (folder / "model.safetensors").write_bytes(raw)
+    with safetensors.safe_open(GOLDEN / f"{name}.safetensors", "np") as opened:
+        config = json.loads(opened.metadata()["quantization_config"])
+    where = config["config_groups"]["group_0"]["weights"] if "config_groups" in config else config
+    if data.draw(st.booleans()):
+        where[data.draw(st.sampled_from(sorted(where)))] = data.draw(NUMBERS)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    try:
+        with _naming(folder / "config.json"):
+            method = method_of(config={"quantization_config": config})
+        reader = QuantizedFolder(SafetensorsReader(folder), *method)
+        for tensor in reader.schemes:
+            with np.errstate(all="ignore"):
+                reader.read_packed(tensor).dequantize()
+        said = None
+    except (CheckpointError, UnsupportedError) as error:
+        said = str(error)
+    assert said is None or str(folder) in said
