@@ -106,7 +106,7 @@ def throughput(
         **({"bubble": round(statistics.median(bubbles), 4)} if bubbles else {}),
         "compiles_after_warmup": engine.stats().compiles_after_warmup,
         "device": jax.devices()[0].device_kind,
-        "dtype": str(engine.runners[0].pools[0].dtype),
+        "dtype": engine.dtype,
         "jax": jax.__version__,
     }
 

@@ -48,6 +48,7 @@ def rows_of(group: int) -> list[Row]:
     return [
         Row("bf16", {}),
         Row("int8", {"quantize": "int8"}),
+        Row("int8, times floats", {"quantize": "int8", "packed": False}),  # on a CPU int8 is w8a8
         Row("w8a8", {"quantize": "w8a8"}),
         Row(f"int4 RTN, {group}", {"quantize": f"int4:{group}"}),
         Row(f"AWQ, {group}", {}, "awq"),
@@ -71,7 +72,7 @@ def calibrated(model: str, method: str, group: int, text: Path | None, fresh: bo
 
 def measure(model: str, row: Row, options: argparse.Namespace, text: str) -> dict[str, Any]:
     limits = {"max_model_len": options.length + 1, "max_num_seqs": 8, "dtype": "bfloat16", "packed": options.packed}
-    with LLM(model, **limits, **row.options) as llm:
+    with LLM(model, **(limits | row.options)) as llm:
         ids = llm.engine.tokenizer.encode(text)[: options.tokens]
         prompts = [ids[at : at + options.length] for at in range(0, len(ids) - options.length + 1, options.length)]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))

@@ -26,7 +26,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Iterato
     tiny_checkpoints.write_hf_folder(
         folder, tiny_checkpoints.Tiny(9, layers=1, config={"max_position_embeddings": CONTEXT})
     )
-    config = EngineConfig(model=str(folder), dtype="float32", max_num_seqs=4, max_num_batched_tokens=BUDGET)
+    config = EngineConfig(
+        model=str(folder), dtype="float32", kv_cache_dtype="int8", max_num_seqs=4, max_num_batched_tokens=BUDGET
+    )
     with Engine.start(config, cache_dir=cache_dir) as engine:
         yield engine
 
@@ -57,6 +59,7 @@ def test_figures_are_consistent(engine: Engine):
     )
     assert calls == [(0, 2), (1, 2), (2, 2)]
     shape = {"num_prompts": 6, "input_len": 9, "output_len": 5, "rounds": 2, "max_num_seqs": 4, "dtype": "float32"}
+    shape |= {"kv_dtype": "int8"}
     assert figures.items() >= shape.items()
     assert figures["compiles_after_warmup"] == 0
     # Of each sequence all tokens but the last are computed.

@@ -86,7 +86,8 @@ COMMANDS = dict(commands(typer.main.get_command(cli.app)))
 
 def test_the_commands():
     names = {" ".join(path) for path in COMMANDS}
-    assert names == {"", "serve", "generate", "chat", "pull", "convert", "plan", "bench", "bench throughput"}
+    bench = {"bench", "bench throughput"}
+    assert names == {"", "serve", "generate", "chat", "pull", "convert", "quantize", "plan"} | bench
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: " ".join(path) or "jaxinfer")

@@ -369,6 +369,11 @@ class Engine:
             return self._group.mesh
         return "tensor=1" if self._started is None else str(self._started.layout.mesh)
 
+    @property
+    def dtype(self) -> str:
+        """Of activations, and of what is not quantized; empty where other processes have them."""
+        return "" if self._started is None else np.dtype(self._started.dtype).name
+
     def reshard(self, mesh: str, *, progress: Progress | None = None) -> None:
         """Moves the weights to another mesh, from device to device, and goes on there.
 

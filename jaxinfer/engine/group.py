@@ -6,6 +6,7 @@ not what clients talk to.
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import secrets
@@ -144,7 +145,7 @@ class Group:
         self._worker.channel.say(Kind.DOOR, host=host, port=port, key=key.hex())
         self._wait(lambda: len(self._members) == self._size, CONNECT_S, "come to the front end")
         for rank, member in sorted(self._members.items()):
-            for name, ours in asdict(self._config).items():
+            for name, ours in json.loads(json.dumps(asdict(self._config))).items():  # as theirs have come
                 if member.config.get(name) != ours:
                     theirs = f"process {rank} was started with {member.config.get(name)!r}"
                     raise InvalidArgumentError(name, ours, f"{theirs}, process 0 with this; they must be the same")

@@ -172,6 +172,16 @@ def test_rows_may_have_float8_scales_of_their_own(tmp_path):
     np.testing.assert_array_equal(reader.read("m.weight", (slice(3, 9),)), expected[3:9])
 
 
+def test_a_packed_matrix_may_have_one_scale(tmp_path):
+    whole = matrix(CT4)
+    by_row = opened(tmp_path, CT4, whole | {"weight_scale": np.full((O, I // GROUP), 0.5, np.float16)})
+    expected = by_row.read("m.weight")
+    one = ct("pack-quantized", num_bits=4, strategy="tensor")
+    reader = opened(tmp_path, one, whole | {"weight_scale": np.float16([0.5])})
+    assert reader.schemes["m.weight"] == Scheme("int4", 128, "float16")
+    np.testing.assert_array_equal(reader.read("m.weight", (slice(3, 9),)), expected[3:9])
+
+
 # ---- Symmetric ones
 
 

@@ -1,13 +1,13 @@
 """Compiles whole decode steps of real models for chips that are not here; run by the compilers' interpreter.
 
-python tests/engine/decode_steps.py llama-3-8b v6e:2 [float|int8|int4|fp8|w8a8 [auto|int8|fp8]]
+python tests/engine/decode_steps.py llama-3-8b v6e:2 [float|int8|int4|fp8|w8a8 [auto|int8|fp8 [LAYERS]]]
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,13 @@ from sharding.mesh import MeshConfig
 SEQUENCES, CONTEXT, PAGE_SIZE = 64, 4096, 64
 
 
-def facts(model_name: str, chips: str, weights: str | None = None, kv: str = "auto") -> dict:
+def facts(model_name: str, chips: str, weights: str | None = None, kv: str = "auto", layers: str = "999") -> dict:
     """What the compiler made of a step of 64 sequences of 4,096 tokens, on a mesh of all the chips along `tensor`."""
     devices = described_devices(chips)
     tensor, device = len(devices), device_of(devices[0])
     config = MeshConfig(tensor=tensor)
-    mesh, model = config.build(devices)[0][0], CARDS[model_name]
+    mesh, card = config.build(devices)[0][0], CARDS[model_name]
+    model = replace(card, layers=card.layers[: int(layers)])
     schemes = Recipe.parse(weights).choose(matrices(model, jnp.bfloat16), {}, device.platform, 2).schemes
     partition = Partition.of(model, config.rules(), schemes)
     structure = decoder_structure(model, jnp.bfloat16, partition, schemes=schemes)
