@@ -3,7 +3,9 @@
     python scripts/quality_table.py [--json] [--models smollm2-135m-instruct FOLDER]
 
 Perplexity is that of held-out text (`train_small_llama.texts`), from the prompt log-probabilities of sequences of
---length tokens; weights are counted as they lie on the device. The small Llama comes from scripts/train_small_llama.py.
+--length tokens. How far the log-probability of each of those tokens moves, as the root of the mean square, says more:
+perplexity also falls by luck where a model was not at its best for the text. Weights are counted as they lie on the
+device. The small Llama comes from scripts/train_small_llama.py.
 SmolLM2 comes as Q4_1, whose numbers in floats are the baseline: what is shown there is what a second rounding costs,
 in groups of 64, since 128 does not divide its 576. AWQ and GPTQ have zero points here, as int4 has.
 """
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import train_small_llama
 
 from jaxinfer import LLM, SamplingParams
@@ -45,6 +48,7 @@ def rows_of(group: int) -> list[Row]:
     return [
         Row("bf16", {}),
         Row("int8", {"quantize": "int8"}),
+        Row("int8, times floats", {"quantize": "int8", "packed": False}),  # on a CPU int8 is w8a8
         Row("w8a8", {"quantize": "w8a8"}),
         Row(f"int4 RTN, {group}", {"quantize": f"int4:{group}"}),
         Row(f"AWQ, {group}", {}, "awq"),
@@ -53,8 +57,8 @@ def rows_of(group: int) -> list[Row]:
     ]
 
 
-def calibrated(model: str, method: str, group: int, fresh: bool) -> Path:
-    name = re.sub(r"\W+", "-", Path(model).name)
+def calibrated(model: str, method: str, group: int, text: Path | None, fresh: bool) -> Path:
+    name = re.sub(r"\W+", "-", f"{Path(model).name}-{text.stem}" if text else Path(model).name)
     output = CACHE / "quality" / f"{name}-{method}-{group}"
     if fresh and output.exists():
         for file in sorted(output.rglob("*"), reverse=True):
@@ -62,22 +66,22 @@ def calibrated(model: str, method: str, group: int, fresh: bool) -> Path:
     if not (output / "config.json").exists():
         checkpoint = open_checkpoint(resolve(model, cache_dir=CACHE))
         settings = Settings(method=method, group_size=group, symmetric=False)  # type: ignore[arg-type]
-        quantize(checkpoint, open_tokenizer(checkpoint).encode, read_text(None), output, settings)
+        quantize(checkpoint, open_tokenizer(checkpoint).encode, read_text(text), output, settings)
     return output
 
 
 def measure(model: str, row: Row, options: argparse.Namespace, text: str) -> dict[str, Any]:
     limits = {"max_model_len": options.length + 1, "max_num_seqs": 8, "dtype": "bfloat16", "packed": options.packed}
-    with LLM(model, **limits, **row.options) as llm:
+    with LLM(model, **(limits | row.options)) as llm:
         ids = llm.engine.tokenizer.encode(text)[: options.tokens]
         prompts = [ids[at : at + options.length] for at in range(0, len(ids) - options.length + 1, options.length)]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
-        scores = [each.chosen.logprob for out in outputs for each in out.prompt_logprobs or () if each is not None]
+        scores = np.array([e.chosen.logprob for out in outputs for e in out.prompt_logprobs or () if e is not None])
         leaves = jax.tree.leaves([runner.leaves for runner in llm.engine.runners])
         figures = throughput(llm.engine, num_prompts=8, input_len=64, output_len=32, rounds=options.rounds)
     return {
-        "perplexity": math.exp(-math.fsum(scores) / len(scores)),
-        "tokens": len(scores),
+        "perplexity": math.exp(-scores.mean()),
+        "scores": scores,
         "weight_bytes": sum(leaf.on_device_size_in_bytes() for leaf in leaves),
         "output_tokens_per_s": figures["output_tokens_per_s"],
     }
@@ -91,6 +95,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2, help="of throughput, after one to warm up")
     parser.add_argument("--packed", action="store_true", default=None, help="keep weights packed on a CPU too")
+    parser.add_argument("--calibration", type=Path, help="text for AWQ and GPTQ [default: jaxinfer's own]")
     parser.add_argument("--fresh", action="store_true", help="calibrate anew")
     parser.add_argument("--only", default="", help="rows whose names match this pattern")
     options = parser.parse_args()
@@ -98,28 +103,33 @@ def main() -> None:
     for model in options.models:
         checkpoint = open_checkpoint(resolve(model, cache_dir=CACHE))
         group = 128 if checkpoint.config.hidden_size % 128 == 0 else 64
-        base: float | None = None
+        base: np.ndarray | None = None
         if not options.json:
             kind = "dequantized Q4_1" if checkpoint.source.kind == "gguf" else checkpoint.source.name
-            print(f"\n{model} (bf16 is {kind})\n\n| weights | perplexity | to bf16 | MB | tokens/s |")
-            print("|---|---:|---:|---:|---:|")
+            print(f"\n{model} (bf16 is {kind})\n\n| weights | perplexity | to bf16 | log-prob moves | MB | tokens/s |")
+            print("|---|---:|---:|---:|---:|---:|")
         for row in rows_of(group):
             if not re.search(options.only, row.name):
                 continue
-            folder = calibrated(model, row.method, group, options.fresh) if row.method else model
+            folder = calibrated(model, row.method, group, options.calibration, options.fresh) if row.method else model
             try:
                 figures = measure(str(folder), row, options, text)
             except UnsupportedError as error:
                 print(json.dumps({"model": model, "row": row.name, "unsupported": str(error)}) if options.json
-                      else f"| {row.name} | not served: {error} | | | |", flush=True)  # fmt: skip
+                      else f"| {row.name} | not served: {error} | | | | |", flush=True)  # fmt: skip
                 continue
-            base = base or figures["perplexity"]
+            scores = figures.pop("scores")
+            base = scores if base is None else base
+            moved = figures["log_prob_moves"] = float(np.sqrt(np.square(scores - base).mean()))
             if options.json:
                 print(json.dumps({"model": model, "row": row.name, **figures}), flush=True)
                 continue
-            ppl, rate = figures["perplexity"], figures["output_tokens_per_s"]
-            megabytes = figures["weight_bytes"] / 1e6
-            print(f"| {row.name} | {ppl:.3f} | {ppl / base - 1:+.2%} | {megabytes:.1f} | {rate:.0f} |", flush=True)
+            change, megabytes = math.exp((base - scores).mean()) - 1, figures["weight_bytes"] / 1e6
+            print(
+                f"| {row.name} | {figures['perplexity']:.3f} | {change:+.2%} | {moved:.3f} | {megabytes:.1f} "
+                f"| {figures['output_tokens_per_s']:.0f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

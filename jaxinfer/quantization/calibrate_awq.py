@@ -48,7 +48,10 @@ def choose_scales(
 
 @partial(jax.jit, static_argnames="scheme")
 def round_clipped(w_OI: jax.Array, hessian_II: jax.Array, scheme: Scheme) -> Rounded:
-    """Rounds to the nearest in the range of each group that leaves the group's share of the outputs the least error."""
+    """Rounds to the nearest, in the range of each group that leaves the group's share of the outputs the least error.
+
+    An output keeps whole ranges where those leave less error once all its groups are taken together.
+    """
     (O, I), J = w_OI.shape, scheme.group  # noqa: E741
     assert J is not None
     blocks_GJJ = jnp.stack([lax.dynamic_slice(hessian_II, (at, at), (J, J)) for at in range(0, I, J)])
@@ -61,4 +64,11 @@ def round_clipped(w_OI: jax.Array, hessian_II: jax.Array, scheme: Scheme) -> Rou
 
     shrinks = jnp.linspace(1, LEAST_SHRINK, SHRINKS)
     best_OG = shrinks[jnp.argmin(lax.map(error, shrinks), axis=0)]
+
+    def error_of_outputs(shrink_OG: jax.Array) -> jax.Array:
+        d_OI = meant(round_to_nearest(w_OI, scheme, shrink_OG), scheme) - w_OI
+        return jnp.sum(jnp.matmul(d_OI, hessian_II, precision=lax.Precision.HIGHEST) * d_OI, axis=-1, keepdims=True)
+
+    whole_OG = jnp.ones_like(best_OG)
+    best_OG = jnp.where(error_of_outputs(best_OG) < error_of_outputs(whole_OG), best_OG, whole_OG)
     return round_to_nearest(w_OI, scheme, best_OG)
