@@ -4,8 +4,7 @@
 
 Perplexity is that of held-out text (`train_small_llama.texts`), from the prompt log-probabilities of sequences of
 --length tokens. How far the log-probability of each of those tokens moves, as the root of the mean square, says more:
-perplexity also falls by luck where a model was not at its best for the text. Weights are counted as they lie on the
-device. The small Llama comes from scripts/train_small_llama.py.
+perplexity also falls by luck where a model was not at its best for the text. Weights are counted packed. The small Llama comes from scripts/train_small_llama.py.
 SmolLM2 comes as Q4_1, whose numbers in floats are the baseline: what is shown there is what a second rounding costs,
 in groups of 64, since 128 does not divide its 576. AWQ and GPTQ have zero points here, as int4 has.
 """
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import train_small_llama
 
@@ -31,6 +30,8 @@ from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.checkpoints.source import default_cache_dir, resolve
 from jaxinfer.engine.startup import open_tokenizer
 from jaxinfer.errors import UnsupportedError
+from jaxinfer.models.decoder import decoder_structure, matrices
+from jaxinfer.quantization.recipe import Recipe
 from jaxinfer.quantize import Settings, quantize, read_text
 
 CACHE = default_cache_dir(os.environ)
@@ -46,14 +47,13 @@ class Row:
 
 def rows_of(group: int) -> list[Row]:
     return [
-        Row("bf16", {}),
+        Row("bf16", {"quantize": "float"}),
         Row("int8", {"quantize": "int8"}),
-        Row("int8, times floats", {"quantize": "int8", "packed": False}),  # on a CPU int8 is w8a8
         Row("w8a8", {"quantize": "w8a8"}),
         Row(f"int4 RTN, {group}", {"quantize": f"int4:{group}"}),
         Row(f"AWQ, {group}", {}, "awq"),
         Row(f"GPTQ, {group}", {}, "gptq"),
-        Row("KV int8", {"kv_cache_dtype": "int8"}),
+        Row("KV int8", {"quantize": "float", "kv_cache_dtype": "int8"}),
     ]
 
 
@@ -70,6 +70,14 @@ def calibrated(model: str, method: str, group: int, text: Path | None, fresh: bo
     return output
 
 
+def packed_bytes(model: str, row: Row) -> int:
+    """Of all weights, on a device that keeps what is quantized packed; a CPU expands most of it."""
+    checkpoint, dtype = open_checkpoint(resolve(model, cache_dir=CACHE)), jnp.bfloat16
+    recipe = Recipe.parse(row.options.get("quantize"), packed=True)
+    choice = recipe.choose(matrices(checkpoint.config, dtype), checkpoint.schemes, "gpu", 2)
+    return decoder_structure(checkpoint.config, dtype, schemes=choice.schemes).num_bytes
+
+
 def measure(model: str, row: Row, options: argparse.Namespace, text: str) -> dict[str, Any]:
     limits = {"max_model_len": options.length + 1, "max_num_seqs": 8, "dtype": "bfloat16", "packed": options.packed}
     with LLM(model, **(limits | row.options)) as llm:
@@ -77,12 +85,11 @@ def measure(model: str, row: Row, options: argparse.Namespace, text: str) -> dic
         prompts = [ids[at : at + options.length] for at in range(0, len(ids) - options.length + 1, options.length)]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
         scores = np.array([e.chosen.logprob for out in outputs for e in out.prompt_logprobs or () if e is not None])
-        leaves = jax.tree.leaves([runner.leaves for runner in llm.engine.runners])
         figures = throughput(llm.engine, num_prompts=8, input_len=64, output_len=32, rounds=options.rounds)
     return {
         "perplexity": math.exp(-scores.mean()),
         "scores": scores,
-        "weight_bytes": sum(leaf.on_device_size_in_bytes() for leaf in leaves),
+        "weight_bytes": packed_bytes(model, row),
         "output_tokens_per_s": figures["output_tokens_per_s"],
     }
 

@@ -46,7 +46,8 @@ class Recipe:
       kind: as `parse_kind` has it; None keeps what the checkpoint has.
       rules: (pattern, kind), the first that fits; patterns are of `fnmatch`, over names such as "layers.0.qkv.q".
       packed: whether quantized matrices stay so in memory. None: unless the device is a CPU, which multiplies by them
-        more slowly than by floats; int8 of whole rows is multiplied in integers there.
+        more slowly than by floats, except in integers. Nothing is multiplied in integers that was not asked to be:
+        rounded activations cost a model more than int8 weights do (docs/quantization.md).
     """
 
     kind: str | None = None
@@ -99,8 +100,7 @@ class Recipe:
                 if name in theirs:
                     expanded.append(name)
             elif self._packs(scheme, platform):
-                integers = platform == "cpu" and scheme == KINDS["int8"] and self.packed is None
-                schemes[name] = KINDS["w8a8"] if integers else scheme
+                schemes[name] = scheme
             elif scheme != theirs.get(name):
                 rounded[name] = scheme
             else:
@@ -120,7 +120,7 @@ class Recipe:
     def _packs(self, scheme: Scheme, platform: str) -> bool:
         if self.packed is not None:
             return self.packed
-        return platform != "cpu" or (scheme.values == "int8" and scheme.group is None and not scheme.reordered)
+        return platform != "cpu" or scheme.activations is not None
 
 
 @dataclass(frozen=True, slots=True)

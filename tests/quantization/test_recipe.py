@@ -53,7 +53,7 @@ def test_what_a_checkpoint_has_is_kept_but_for_the_vocabulary():
 
 
 def test_a_cpu_takes_what_it_multiplies_fastest_and_says_so():
-    for kind, schemes, rounded in (("int8", KINDS["w8a8"], None), ("w8a8", KINDS["w8a8"], None),
+    for kind, schemes, rounded in (("int8", None, KINDS["int8"]), ("w8a8", KINDS["w8a8"], None),
                                    ("int4", None, KINDS["int4"]), ("fp8", None, KINDS["fp8"])):  # fmt: skip
         choice = choose(kind, platform="cpu")
         assert choice.schemes == ({} if schemes is None else dict.fromkeys(LAYERS, schemes))
