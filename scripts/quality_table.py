@@ -4,7 +4,8 @@
 
 Perplexity is that of held-out text (`train_small_llama.texts`), from the prompt log-probabilities of sequences of
 --length tokens. How far the log-probability of each of those tokens moves, as the root of the mean square, says more:
-perplexity also falls by luck where a model was not at its best for the text. Weights are counted packed. The small Llama comes from scripts/train_small_llama.py.
+perplexity also falls by luck where a model was not at its best for the text. Weights are counted packed, which a CPU
+keeps only of w8a8. The small Llama comes from scripts/train_small_llama.py.
 SmolLM2 comes as Q4_1, whose numbers in floats are the baseline: what is shown there is what a second rounding costs,
 in groups of 64, since 128 does not divide its 576. AWQ and GPTQ have zero points here, as int4 has.
 """
