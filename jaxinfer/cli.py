@@ -557,9 +557,7 @@ def quantize_(
         bool | None,
         typer.Option("--symmetric/--asymmetric", help="Without zero points, or with. \\[default: with them for awq]"),
     ] = None,
-    act_order: Annotated[
-        bool, typer.Option("--act-order", help="gptq: inputs by how much they matter, in groups of their own order.")
-    ] = False,
+    act_order: Annotated[bool, typer.Option("--act-order", help="gptq: group inputs by how much they matter.")] = False,
     calibration: Annotated[
         Path | None, typer.Option(help="Text to calibrate by. \\[default: one that comes with jaxinfer]")
     ] = None,

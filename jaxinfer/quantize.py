@@ -62,7 +62,7 @@ class Settings:
       bits: 8 or 4.
       group_size: inputs that share a scale.
       symmetric: no zero points; None is what loaders of the format know best: AWQ has them, the others do not.
-      act_order: GPTQ alone: inputs by how much they matter. Better numbers, which some kernels multiply slower.
+      act_order: GPTQ alone: inputs are grouped by how much they matter, which costs a gather in each product.
     """
 
     method: Literal["rtn", "awq", "gptq"]
