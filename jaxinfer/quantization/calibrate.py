@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-from jaxinfer.quantization.tensor import Packed, Scheme
+from jaxinfer.quantization.tensor import Packed, Scheme, np_dtype
 
 
 def scheme_of(bits: int, group: int, symmetric: bool, scales: str, reordered: bool = False) -> Scheme:
@@ -48,7 +47,7 @@ class Grid(NamedTuple):
             # point of 0 turns into there depends on who reads it.
             low = jnp.minimum(low, -high / (most - least - 1))
             spread, steps = high - low, most - least
-        dtype = np.dtype(getattr(ml_dtypes, scheme.scales, scheme.scales))
+        dtype = np_dtype(scheme.scales)
         scales = (jnp.where(spread > 0, spread, 1) / steps).astype(dtype)
         scales = jnp.where(scales > 0, scales, jnp.ones((), dtype)).astype(jnp.float32)
         if scheme.offset is None:
@@ -74,7 +73,7 @@ class Rounded(NamedTuple):
     order_I: jax.Array | None = None
 
     def packed(self, scheme: Scheme) -> Packed:
-        dtype = np.dtype(getattr(ml_dtypes, scheme.scales, scheme.scales))
+        dtype = np_dtype(scheme.scales)
         zeros = None if self.zeros_OG is None else np.asarray(self.zeros_OG).astype(np.int8)
         order = None if self.order_I is None else np.asarray(self.order_I)
         scales = np.asarray(self.scales_OG).astype(dtype)
