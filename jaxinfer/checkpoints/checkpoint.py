@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxinfer.checkpoints.manifest import GGUF_TOKENIZER, MANIFEST, TOKENIZER, WEIGHTS, read_manifest
+from jaxinfer.checkpoints.manifest import GGUF_TOKENIZER, TOKENIZER, WEIGHTS, read_manifest
 from jaxinfer.checkpoints.placement import Progress, Weights, load_weights
 from jaxinfer.checkpoints.reader import TensorReader, read_json, shown
-from jaxinfer.checkpoints.source import Source
+from jaxinfer.checkpoints.source import MANIFEST, Source
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError, InvalidArgumentError, JaxinferError, UnsupportedError
 from jaxinfer.models.family import NameMap

@@ -26,8 +26,6 @@ from jaxinfer.checkpoints.manifest import (
     FORMAT,
     GGUF_TOKENIZER,
     HOLDS,
-    MANIFEST,
-    PARTIAL,
     TOKENIZER,
     WEIGHTS,
     Manifest,
@@ -36,6 +34,7 @@ from jaxinfer.checkpoints.manifest import (
 )
 from jaxinfer.checkpoints.placement import Progress, Weights
 from jaxinfer.checkpoints.reader import shown
+from jaxinfer.checkpoints.source import MANIFEST, PARTIAL
 from jaxinfer.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from jaxinfer.models.decoder import decoder_structure
 from jaxinfer.quantization.packing import paired

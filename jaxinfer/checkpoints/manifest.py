@@ -22,13 +22,12 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxinfer.checkpoints.reader import read_json, shown
+from jaxinfer.checkpoints.source import MANIFEST
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError, UnsupportedError
 from jaxinfer.models.family import Target
 from jaxinfer.quantization.tensor import Scheme, np_dtype
 
-MANIFEST = "jaxinfer.json"
-PARTIAL = "jaxinfer.json.partial"
 TOKENIZER = "tokenizer"
 GGUF_TOKENIZER = "gguf.json"
 WEIGHTS = "weights"

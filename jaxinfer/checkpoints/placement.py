@@ -321,7 +321,7 @@ def _packed(reader: TensorReader, name: str, rows: slice, scheme: Scheme) -> Pac
     try:
         theirs = reader.schemes.get(name)
         if theirs is not None and scheme.is_from(theirs):
-            packed = reader.read_packed(name, rows).check(name)
+            packed = reader.read_packed(name, rows)
             return packed.regrouped(scheme.group) if scheme.group else packed
         return quantize(reader.read(name, (rows,)).astype(np.float32), scheme)
     except ValueError as error:

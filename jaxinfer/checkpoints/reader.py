@@ -7,12 +7,14 @@ import mmap
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxinfer.errors import CheckpointError
-from jaxinfer.quantization.tensor import Packed, Scheme
+
+if TYPE_CHECKING:
+    from jaxinfer.quantization.tensor import Packed, Scheme
 
 type Index = tuple[slice, ...]  # of the first dimensions of an array, each from a start to a stop
 

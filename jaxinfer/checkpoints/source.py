@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxinfer.checkpoints.manifest import MANIFEST, PARTIAL
 from jaxinfer.checkpoints.pull import ALIASES, PullProgress, cached, pull
 from jaxinfer.errors import CheckpointError, ModelNotFoundError
+
+# Of a folder that `jaxinfer convert` wrote: see `manifest`.
+MANIFEST = "jaxinfer.json"
+PARTIAL = "jaxinfer.json.partial"
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")

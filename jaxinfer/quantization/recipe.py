@@ -146,16 +146,15 @@ def _notes(
     platform: str,
     value_bytes: int,
 ) -> tuple[str, ...]:
-    notes = []
+    notes, why = [], ", which the CPU multiplies faster" if platform == "cpu" else ""
     for scheme, count in Counter(schemes.values()).most_common():
         names = [name for name in matrices if schemes.get(name) == scheme]
         size = sum(matrices[name][0] * matrices[name][1] for name in names)
         packed = sum(scheme.nbytes(*matrices[name]) for name in names)
         notes.append(f"{count} matrices are {scheme}, {_mb(packed)} instead of {_mb(size * value_bytes)}")
     for scheme, count in Counter(rounded.values()).most_common():
-        notes.append(f"{count} matrices are rounded to {scheme} and kept in floats, which the CPU multiplies faster")
+        notes.append(f"{count} matrices are rounded to {scheme} and kept in floats{why}")
     if kept := [name for name in expanded if name not in WIDE]:
-        why = ", which the CPU multiplies faster" if platform == "cpu" else ""
         notes.append(f"{len(kept)} matrices that the checkpoint has quantized are kept in floats{why}")
     if wide := [name for name in expanded if name in WIDE]:
         notes.append(f"{', '.join(wide)}: quantized in the checkpoint, kept in floats")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,3 +192,9 @@ def test_heads_that_do_not_fit_are_the_checkpoint_s_fault(tmp_path):
     (tmp_path / "config.json").write_text(config.replace('"num_key_value_heads": 4', '"num_key_value_heads": 3'))
     with pytest.raises(CheckpointError, match="num_kv_heads"):
         open_checkpoint(find(tmp_path))
+
+
+def test_finding_a_model_takes_no_jax():
+    """`jaxinfer pull` would wait most of a second for it."""
+    code = "import sys, jaxinfer.checkpoints.source; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

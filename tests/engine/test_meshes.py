@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,18 @@ def check_same(answers: list[Answer], expected: list[Answer], tolerance: float =
             assert abs(ours - theirs) < tolerance
 
 
+def check_through(engine: Engine, meshes: Iterable[str], expected: list[Answer], **options: float) -> int:
+    """Swaps one mesh after another while requests run; new ones come on each. Returns how often all were asked."""
+    answers = [ask(engine, "first")]
+    for mesh in meshes:
+        answers[-1][0].wait_first()
+        engine.reshard(mesh)
+        answers.append(ask(engine, mesh))
+    for some in answers:
+        check_same(some, expected, **options)
+    return len(answers)
+
+
 def logprobs(answer: Answer) -> list[float]:
     return [position.chosen.logprob for delta in answer.deltas for position in delta.logprobs or ()]
 
@@ -149,15 +161,9 @@ def test_a_mesh_is_swapped_while_requests_run(folder: Path, cache_dir: Path, exp
     """Through KV copies and padding, more and fewer replicas and stages, and back; new requests come meanwhile."""
     # On one device a page takes twice the bytes that it takes on each of two.
     with start(folder, cache_dir, "tensor=2", pages=2 * PAGES) as engine:
-        answers = [ask(engine, "first")]
-        for mesh in ("tensor=8", "data=2,stage=2,tensor=2", "tensor=1"):
-            answers[-1][0].wait_first()
-            engine.reshard(mesh)
-            answers.append(ask(engine, mesh))
-        for some in answers:
-            check_same(some, expected)
+        asked = check_through(engine, ("tensor=8", "data=2,stage=2,tensor=2", "tensor=1"), expected)
         stats = engine.stats()
-        assert stats.output_tokens_total == 20 * 14 * len(answers)
+        assert stats.output_tokens_total == 20 * 14 * asked
         assert len(engine.runners) == 1
         assert {device.id for leaf in engine.runners[0].leaves[0] for device in leaf.devices()} == {0}
 
@@ -219,13 +225,7 @@ def test_packed_weights_give_the_tokens_of_one_device_and_move_between_meshes(fo
     with start(folder, cache_dir, "tensor=4", pages=4 * PAGES, **PACKED) as engine:
         for leaves in engine.runners[0].leaves:
             assert not any(leaf.dtype == np.float32 and leaf.ndim > 1 and leaf.size > 384 * 64 for leaf in leaves)
-        answers = [ask(engine, "first")]
-        for mesh in ("tensor=8", "data=2,stage=2,tensor=2", "tensor=1"):
-            answers[-1][0].wait_first()
-            engine.reshard(mesh)
-            answers.append(ask(engine, mesh))
-        for some in answers:
-            check_same(some, expected_packed)
+        check_through(engine, ("tensor=8", "data=2,stage=2,tensor=2", "tensor=1"), expected_packed)
 
 
 INT8_PAGES = {"kv_cache_dtype": "int8", "pages": PAGES // 3}  # that take a third of the bytes and less
@@ -246,13 +246,7 @@ def test_int8_pages_on_a_mesh_give_the_tokens_of_one_device(folder, cache_dir, e
     """Through replicas, stages, split and copied heads. Float32 noise may turn the rounding of an element."""
     # On one device a page takes twice the bytes that it takes on each of two.
     with start(folder, cache_dir, "tensor=2", **INT8_PAGES | {"pages": 2 * INT8_PAGES["pages"]}) as engine:
-        answers = [ask(engine, "first")]
-        for mesh in ("tensor=8", "data=2,stage=2,tensor=2"):
-            answers[-1][0].wait_first()
-            engine.reshard(mesh)
-            answers.append(ask(engine, mesh))
-        for some in answers:
-            check_same(some, expected_of_int8_pages, tolerance=0.01)
+        check_through(engine, ("tensor=8", "data=2,stage=2,tensor=2"), expected_of_int8_pages, tolerance=0.01)
         stats = engine.stats()
         assert (stats.compiles_after_warmup, stats.audit_breaches_total) == (0, 0)
         assert (stats.kv_dtype, stats.kv_token_bytes) == ("int8", 3 * 2 * 4 * (16 + 4))
