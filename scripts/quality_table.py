@@ -3,9 +3,10 @@
     python scripts/quality_table.py [--json] [--models smollm2-135m-instruct FOLDER]
 
 Perplexity is that of held-out text (`train_small_llama.texts`), from the prompt log-probabilities of sequences of
---length tokens. How far the log-probability of each of those tokens moves, as the root of the mean square, says more:
-perplexity also falls by luck where a model was not at its best for the text. Weights are counted packed, which a CPU
-keeps only of w8a8. The small Llama comes from scripts/train_small_llama.py.
+--length tokens; its change has the standard error that so many tokens leave. How far the log-probability of each of
+those tokens moves, as the root of the mean square, says more: perplexity also falls by luck where a model was not at
+its best for the text. Weights are counted packed, which a CPU keeps of int8 and w8a8 alone. The small Llama comes from
+scripts/train_small_llama.py.
 SmolLM2 comes as Q4_1, whose numbers in floats are the baseline: what is shown there is what a second rounding costs,
 in groups of 64, since 128 does not divide its 576. AWQ and GPTQ have zero points here, as int4 has.
 """
@@ -99,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["smollm2-135m-instruct", str(SMALL)])
     parser.add_argument("--json", action="store_true", help="an object a row, instead of a table")
-    parser.add_argument("--tokens", type=int, default=16_384, help="held-out tokens, at most")
+    parser.add_argument("--tokens", type=int, default=65_536, help="held-out tokens, at most")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2, help="of throughput, after one to warm up")
     parser.add_argument("--packed", action="store_true", default=None, help="keep weights packed on a CPU too")
@@ -129,13 +130,14 @@ def main() -> None:
             scores = figures.pop("scores")
             base = scores if base is None else base
             moved = figures["log_prob_moves"] = float(np.sqrt(np.square(scores - base).mean()))
+            figures["change"] = math.exp((base - scores).mean()) - 1
+            error = figures["change_standard_error"] = float((base - scores).std() / math.sqrt(scores.size))
             if options.json:
                 print(json.dumps({"model": model, "row": row.name, **figures}), flush=True)
                 continue
-            change, megabytes = math.exp((base - scores).mean()) - 1, figures["weight_bytes"] / 1e6
             print(
-                f"| {row.name} | {figures['perplexity']:.3f} | {change:+.2%} | {moved:.3f} | {megabytes:.1f} "
-                f"| {figures['output_tokens_per_s']:.0f} |",
+                f"| {row.name} | {figures['perplexity']:.3f} | {figures['change']:+.2%} ± {error:.2%} | {moved:.3f} "
+                f"| {figures['weight_bytes'] / 1e6:.1f} | {figures['output_tokens_per_s']:.0f} |",
                 flush=True,
             )
 

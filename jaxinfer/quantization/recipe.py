@@ -45,8 +45,8 @@ class Recipe:
     Attributes:
       kind: as `parse_kind` has it; None keeps what the checkpoint has.
       rules: (pattern, kind), the first that fits; patterns are of `fnmatch`, over names such as "layers.0.qkv.q".
-      packed: whether quantized matrices stay so in memory. None: unless the device is a CPU, which multiplies by them
-        more slowly than by floats, except in integers. Nothing is multiplied in integers that was not asked to be:
+      packed: whether quantized matrices stay so in memory. None: unless the device is a CPU, which multiplies by all
+        but int8 by channel more slowly than by floats. Nothing is multiplied in integers that was not asked to be:
         rounded activations cost a model more than int8 weights do (docs/quantization.md).
     """
 
@@ -120,7 +120,7 @@ class Recipe:
     def _packs(self, scheme: Scheme, platform: str) -> bool:
         if self.packed is not None:
             return self.packed
-        return platform != "cpu" or scheme.activations is not None
+        return platform != "cpu" or (scheme.values, scheme.group) == ("int8", None)
 
 
 @dataclass(frozen=True, slots=True)

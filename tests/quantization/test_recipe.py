@@ -53,14 +53,12 @@ def test_what_a_checkpoint_has_is_kept_but_for_the_vocabulary():
 
 
 def test_a_cpu_takes_what_it_multiplies_fastest_and_says_so():
-    for kind, schemes, rounded in (("int8", None, KINDS["int8"]), ("w8a8", KINDS["w8a8"], None),
-                                   ("int4", None, KINDS["int4"]), ("fp8", None, KINDS["fp8"])):  # fmt: skip
-        choice = choose(kind, platform="cpu")
-        assert choice.schemes == ({} if schemes is None else dict.fromkeys(LAYERS, schemes))
-        assert choice.rounded == ({} if rounded is None else dict.fromkeys(LAYERS, rounded))
-        assert ("which the CPU multiplies faster" in choice.notes[0]) == (rounded is not None)
-        packed = choose(kind, packed=True, platform="cpu")
-        assert packed.schemes == dict.fromkeys(LAYERS, KINDS[kind])
+    for kind, stays in (("int8", True), ("w8a8", True), ("int4", False), ("fp8", False)):
+        choice, of_layers = choose(kind, platform="cpu"), dict.fromkeys(LAYERS, KINDS[kind])
+        assert (choice.schemes, choice.rounded) == ((of_layers, {}) if stays else ({}, of_layers))
+        assert ("which the CPU multiplies faster" in choice.notes[0]) == (not stays)
+        assert choose(kind, packed=True, platform="cpu").schemes == of_layers
+        assert choose(kind, packed=False, platform="cpu").rounded == of_layers
     theirs = choose(theirs={"layers.0.down": Q4_1}, platform="cpu")
     assert (theirs.schemes, theirs.rounded) == ({}, {})
     assert "1 matrices that the checkpoint has quantized are kept in floats, which the CPU" in theirs.notes[0]
