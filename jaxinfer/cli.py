@@ -70,7 +70,7 @@ QuantizeRulesOption = Annotated[
 ]
 PackedOption = Annotated[
     bool | None,
-    typer.Option(help="Keep quantized weights packed in memory. \\[default: except on a CPU, where floats are faster]"),
+    typer.Option(help="Keep quantized weights packed in memory. \\[default: yes, but on a CPU only int8 and w8a8]"),
 ]
 MaxModelLenOption = Annotated[
     int | None, typer.Option(min=2, help="Longest sequence, prompt and output. \\[default: the model's own]")

@@ -140,8 +140,8 @@ class EngineConfig:
         in groups of 64), "fp8", or "float"; None keeps what the checkpoint has.
       quantize_rules: "PATTERN=KIND", the first that fits a matrix's name, as "layers.0.*=int8" or "head=int8"; without
         one, embedding and head stay in floats.
-      packed: keep quantized matrices packed in memory. None does so except on a CPU, which multiplies faster by floats;
-        "w8a8" always is.
+      packed: keep quantized matrices packed in memory. None does so, but on a CPU, which multiplies others faster as
+        floats, only with "int8" and "w8a8".
       max_model_len: longest sequence, prompt and output together; None is the model's own limit.
       max_num_seqs: most sequences that run at once in a replica.
       max_num_batched_tokens: token budget of a replica's step.
