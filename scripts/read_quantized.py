@@ -75,13 +75,13 @@ def hf(folder: str, dtype: str, unpacked: bool = False) -> list[dict[str, Any]]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "output_loading_info": True}
+    method = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]["quant_method"]
     if unpacked:  # with a kernel that leaves the words as they were; all else is the folder's
-        method = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]["quant_method"]
         kernel = AwqConfig(backend="torch_awq") if method == "awq" else GPTQConfig(bits=4, backend="torch")
         options["quantization_config"] = kernel
     model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
     if wrong := {key: value for key, value in info.items() if value}:
-        raise ValueError(f"loaded with {str(wrong):.300}")
+        raise ValueError(f"loaded with {wrong!s:.300}")
     if unpacked:
         from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 
@@ -229,7 +229,7 @@ def main(argv: list[str]) -> int:
         show(name, "the model before", compare(ours, before), args)
         for engine, python in peers.items():
             if engine == "hf unpacked" and name.startswith("rtn"):
-                continue
+                continue  # compressed-tensors multiplies in float32 as it is
             row = compare(ours, read(python, engine, folder, args))
             all_read &= "not read" not in row
             versions[engine] = row.get("versions", versions.get(engine, {}))
