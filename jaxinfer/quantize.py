@@ -431,9 +431,12 @@ def _copy_tokenizer(checkpoint: Checkpoint, output: Path) -> None:
 def _save(tensors: Mapping[str, np.ndarray], file: Path) -> None:
     """Under its name once it is whole."""
     partial = file.with_suffix(".partial")
+    partial.touch()
+    mode = partial.stat().st_mode
     safetensors.numpy.save_file(
         {name: np.ascontiguousarray(each) for name, each in tensors.items()}, partial, {"format": "pt"}
     )
+    partial.chmod(mode)  # safetensors lets nobody but the owner read what it writes; an engine may run as another user
     _replace(partial, file)
 
 

@@ -88,6 +88,12 @@ def test_a_folder_has_the_models_weights(written: dict[str, Path], method: str):
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} < files
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_who_may_read_the_config_may_read_the_weights(written: dict[str, Path], method: str):
+    modes = {file.stat().st_mode for file in written[method].iterdir()}
+    assert modes == {(written[method] / "config.json").stat().st_mode}
+
+
 def logits(folder: Path, weights: dict[str, np.ndarray]) -> np.ndarray:
     """Of some tokens, by an engine-free run of the decoder in float32."""
     checkpoint = opened(folder)
