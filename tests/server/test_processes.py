@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -38,10 +40,13 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 pytestmark = pytest.mark.slow
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(among: Iterable[int] = (0,)) -> int:
+    """One of these, by default any that the system chooses."""
+    for port in among:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return probe.getsockname()[1]
+    raise AssertionError("no port is free")
 
 
 def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
@@ -49,6 +54,25 @@ def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.05)
+
+
+class Start(NamedTuple):
+    """How a process learns its role."""
+
+    arguments: list[str]
+    variables: dict[str, str]
+
+
+def told(port: int, rank: int) -> Start:
+    return Start([f"--coordinator=127.0.0.1:{port}", "--num-processes=2", f"--process-id={rank}"], {})
+
+
+def by_slurm(port: int, rank: int) -> Start:
+    """As `srun` starts a task; JAX derives the coordinator's port, from 61440 on, from the number of the job."""
+    variables = {"JOB_ID": str(port - 61440), "STEP_NODELIST": "127.0.0.1", "NTASKS": "2"}
+    variables |= {"PROCID": str(rank), "LOCALID": str(rank)}
+    arguments = ["--distributed", "--control-host=127.0.0.1"]
+    return Start(arguments, {f"SLURM_{name}": value for name, value in variables.items()})
 
 
 class Processes:
@@ -62,12 +86,15 @@ class Processes:
         mesh: str,
         extra: Sequence[str] = (),
         both: Sequence[str] = (),
+        role: Callable[[int, int], Start] = told,
     ):
-        coordinator = f"127.0.0.1:{free_port()}"
+        # At random: nobody holds it until the workers have started, and other tests run beside this one.
+        coordinator_port = free_port(random.sample(range(61440, 65536), 100))
         self.address = f"127.0.0.1:{free_port()}"
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
         arguments += [f"--model={folder}", f"--mesh={mesh}", "--kv-cache-gib=0.001", "--allow-reshard", *both]
-        arguments += [f"--coordinator={coordinator}", "--num-processes=2", f"--port={self.address.partition(':')[2]}"]
+        arguments += [f"--port={self.address.partition(':')[2]}"]
+        starts = [role(coordinator_port, rank) for rank in range(2)]
         self.outputs = [outputs / f"process{rank}.log" for rank in range(2)]
         # Of the tests' own settings only these count.
         own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "JAXINFER_CACHE": str(cache_dir)}
@@ -75,8 +102,8 @@ class Processes:
         command = [sys.executable, "-c", "from jaxinfer.cli import main; main()", "-v", "serve", *arguments]
         self.processes = [
             subprocess.Popen(
-                [*command, f"--process-id={rank}", *(extra if rank else ())],
-                env=os.environ | own,
+                [*command, *starts[rank].arguments, *(extra if rank else ())],
+                env=os.environ | own | starts[rank].variables,
                 stdout=self.outputs[rank].open("w"),
                 stderr=subprocess.STDOUT,
             )
@@ -145,8 +172,8 @@ def expected(folder: Path) -> list[tuple[int, ...]]:
 def start(folder: Path, tmp_path: Path, cache_dir: Path) -> Iterator[Callable[..., Processes]]:
     started: list[Processes] = []
 
-    def make(mesh: str, *extra: str, both: Sequence[str] = ()) -> Processes:
-        started.append(Processes(folder, tmp_path, cache_dir, mesh, extra, both))
+    def make(mesh: str, *extra: str, **options: Any) -> Processes:
+        started.append(Processes(folder, tmp_path, cache_dir, mesh, extra, **options))
         return started[-1]
 
     yield make
@@ -158,9 +185,11 @@ def tokens_of(events: Sequence[object]) -> tuple[int, ...]:
     return tuple(token for event in events if isinstance(event, Delta) for token in event.token_ids)
 
 
-@pytest.mark.parametrize("mesh", ["tensor=4", "data=2,tensor=2"])
-def test_they_give_the_tokens_of_one_process_and_drain(start, expected: list[tuple[int, ...]], mesh: str):
-    processes = start(mesh)
+@pytest.mark.parametrize(("mesh", "role"), [("tensor=4", by_slurm), ("data=2,tensor=2", told)])
+def test_they_give_the_tokens_of_one_process_and_drain(
+    start, expected: list[tuple[int, ...]], mesh: str, role: Callable[[int, int], Start]
+):
+    processes = start(mesh, role=role)
     processes.wait_ready()
     with Client(processes.address) as client, ThreadPoolExecutor(len(PROMPTS)) as threads:
         answers = list(threads.map(lambda prompt: client.unary_generate(prompt, GREEDY), PROMPTS))
