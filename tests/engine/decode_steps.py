@@ -1,6 +1,7 @@
 """Compiles whole decode steps of real models for chips that are not here; run by the compilers' interpreter.
 
-python tests/engine/decode_steps.py llama-3-8b v6e:2 [float|int8|int4|fp8|w8a8 [auto|int8|fp8 [LAYERS]]]
+python tests/engine/decode_steps.py forward llama-3-8b v6e:2 [float|int8|int4|fp8|w8a8 [auto|int8|fp8 [LAYERS]]]
+python tests/engine/decode_steps.py sample llama-3-8b v6e:2
 """
 
 from __future__ import annotations
@@ -8,15 +9,17 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from jaxinfer.config import KV_CACHE_DTYPES, SchedulerConfig
+from jaxinfer.config import KV_CACHE_DTYPES, ModelConfig, SchedulerConfig
 from jaxinfer.engine.programs import StepSpecs, make_forward, make_sample
 from jaxinfer.engine.step_inputs import ForwardShape, RowShape
 from jaxinfer.models.cards import CARDS
-from jaxinfer.models.decoder import decoder_structure, matrices
+from jaxinfer.models.decoder import DecoderStructure, decoder_structure, matrices
 from jaxinfer.models.partition import Partition
 from jaxinfer.quantization.recipe import Recipe
 from pallas_kernels.dispatch import device_of
@@ -29,26 +32,38 @@ from sharding.mesh import MeshConfig
 SEQUENCES, CONTEXT, PAGE_SIZE = 64, 4096, 64
 
 
-def facts(model_name: str, chips: str, weights: str | None = None, kv: str = "auto", layers: str = "999") -> dict:
-    """What the compiler made of a step of 64 sequences of 4,096 tokens, on a mesh of all the chips along `tensor`."""
-    devices = described_devices(chips)
-    tensor, device = len(devices), device_of(devices[0])
-    config = MeshConfig(tensor=tensor)
-    mesh, card = config.build(devices)[0][0], CARDS[model_name]
-    model = replace(card, layers=card.layers[: int(layers)])
-    schemes = Recipe.parse(weights).choose(matrices(model, jnp.bfloat16), {}, device.platform, 2).schemes
-    partition = Partition.of(model, config.rules(), schemes)
-    structure = decoder_structure(model, jnp.bfloat16, partition, schemes=schemes)
-    scheduler = SchedulerConfig(
-        max_num_seqs=SEQUENCES,
-        max_num_batched_tokens=SEQUENCES,
-        max_model_len=CONTEXT,
-        page_size=PAGE_SIZE,
-        num_pages=SEQUENCES * CONTEXT // PAGE_SIZE,
-        kv_dtype=KV_CACHE_DTYPES[kv],
-    )
-    specs = StepSpecs.of(structure, model, scheduler, jnp.bfloat16, mesh)
-    shape, rows = ForwardShape(SEQUENCES, SEQUENCES, SEQUENCES, CONTEXT // PAGE_SIZE), RowShape(SEQUENCES, SEQUENCES)
+class Engine(NamedTuple):
+    """What a step is made of, with all the chips along `tensor`."""
+
+    model: ModelConfig
+    mesh: Mesh
+    structure: DecoderStructure
+    specs: StepSpecs
+
+    @classmethod
+    def of(cls, model_name: str, chips: str, weights: str | None = None, kv: str = "auto", layers: str = "999"):
+        devices = described_devices(chips)
+        config = MeshConfig(tensor=len(devices))
+        mesh, card = config.build(devices)[0][0], CARDS[model_name]
+        model = replace(card, layers=card.layers[: int(layers)])
+        schemes = Recipe.parse(weights).choose(matrices(model, jnp.bfloat16), {}, devices[0].platform, 2).schemes
+        partition = Partition.of(model, config.rules(), schemes)
+        structure = decoder_structure(model, jnp.bfloat16, partition, schemes=schemes)
+        scheduler = SchedulerConfig(
+            max_num_seqs=SEQUENCES,
+            max_num_batched_tokens=SEQUENCES,
+            max_model_len=CONTEXT,
+            page_size=PAGE_SIZE,
+            num_pages=SEQUENCES * CONTEXT // PAGE_SIZE,
+            kv_dtype=KV_CACHE_DTYPES[kv],
+        )
+        return cls(model, mesh, structure, StepSpecs.of(structure, model, scheduler, jnp.bfloat16, mesh))
+
+
+def forward(model_name: str, chips: str, weights: str | None = None, kv: str = "auto", layers: str = "999") -> dict:
+    """What the compiler made of a step of 64 sequences of 4,096 tokens, up to the last hidden states."""
+    model, mesh, structure, specs = Engine.of(model_name, chips, weights, kv, layers)
+    shape = ForwardShape(SEQUENCES, SEQUENCES, SEQUENCES, CONTEXT // PAGE_SIZE)
     step = compile_for(
         mesh,
         make_forward(structure, model, shape, mesh),
@@ -56,7 +71,39 @@ def facts(model_name: str, chips: str, weights: str | None = None, kv: str = "au
         donate_argnums=1,
         out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, specs.pool), specs.everywhere),
     )
-    sampling = compile_for(
+    heads, kv_heads = model.num_heads // mesh.size, model.num_kv_heads // mesh.size
+    shard = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype), specs.pool
+    )
+    layout = PageLayout.of(shard, kv_heads, model.head_dim)
+    kernel = tpu if device_of(mesh.devices.flat[0]).platform == "tpu" else gpu
+    row = 2 * kv_heads * (model.head_dim * 2 if kv == "auto" else model.head_dim + 4)
+    return {
+        "num_chips": mesh.size,
+        "seconds": round(step.seconds, 1),
+        "pool_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shard)),
+        "alias_bytes": step.alias_bytes,
+        "temp_bytes": step.temp_bytes,
+        "weight_bytes": structure.bytes_per_device(),
+        "smallest_matrix_bytes": min(
+            w.shape[0] * w.shape[1] * 2 // mesh.size for name, w in structure.specs.items() if len(w.shape) == 2
+        ),
+        "large_results": [f"{r.name} {r.shape} {r.bytes}" for r in step.large_results(12 << 20)],
+        "custom_calls": sorted({call.target for call in step.custom_calls}),
+        "num_custom_calls": len(step.custom_calls),
+        "live_kv_bytes": SEQUENCES * CONTEXT * row,
+        "transferred_bytes": kernel.transferred_bytes(
+            shard, layout, heads, [1] * SEQUENCES, [CONTEXT] * SEQUENCES, None
+        ),
+        "collectives": [asdict(each) for each in step.collectives],
+    }
+
+
+def sample(model_name: str, chips: str) -> dict:
+    """What the compiler made of choosing the 64 next tokens."""
+    model, mesh, structure, specs = Engine.of(model_name, chips)
+    rows = RowShape(SEQUENCES, SEQUENCES)
+    step = compile_for(
         mesh,
         make_sample(structure, model, rows, mesh),
         *(specs.leaves, specs.hidden_RD, specs.last_tokens, specs.rules, specs.on_all((rows.size,))),
@@ -67,37 +114,12 @@ def facts(model_name: str, chips: str, weights: str | None = None, kv: str = "au
             specs.everywhere,
         ),
     )
-    heads, kv_heads = model.num_heads // tensor, model.num_kv_heads // tensor
-    shard = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype), specs.pool
-    )
-    layout = PageLayout.of(shard, kv_heads, model.head_dim)
-    kernel = tpu if device.platform == "tpu" else gpu
-    row = 2 * kv_heads * (model.head_dim * 2 if kv == "auto" else model.head_dim + 4)
     return {
-        "chip": step.chip,
-        "num_chips": tensor,
-        "seconds": round(step.seconds + sampling.seconds, 1),
-        "pool_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shard)),
-        "alias_bytes": step.alias_bytes,
-        "temp_bytes": step.temp_bytes,
-        "total_bytes": step.total_bytes,
-        "weight_bytes": structure.bytes_per_device(),
-        "smallest_matrix_bytes": min(
-            w.shape[0] * w.shape[1] * 2 // tensor for name, w in structure.specs.items() if len(w.shape) == 2
-        ),
-        "large_results": [f"{r.name} {r.shape} {r.bytes}" for r in step.large_results(12 << 20)],
-        "custom_calls": sorted({call.target for call in step.custom_calls}),
-        "num_custom_calls": len(step.custom_calls),
-        "live_kv_bytes": SEQUENCES * CONTEXT * row,
-        "transferred_bytes": kernel.transferred_bytes(
-            shard, layout, heads, [1] * SEQUENCES, [CONTEXT] * SEQUENCES, None
-        ),
+        "num_chips": mesh.size,
+        "seconds": round(step.seconds, 1),
         "collectives": [asdict(each) for each in step.collectives],
-        "sampling_collectives": [asdict(each) for each in sampling.collectives],
-        "sampling_alias_bytes": sampling.alias_bytes,
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(facts(*sys.argv[1:])))
+    print(json.dumps({"forward": forward, "sample": sample}[sys.argv[1]](*sys.argv[2:])))
