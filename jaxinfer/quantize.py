@@ -431,6 +431,7 @@ def _copy_tokenizer(checkpoint: Checkpoint, output: Path) -> None:
 def _save(tensors: Mapping[str, np.ndarray], file: Path) -> None:
     """Under its name once it is whole."""
     partial = file.with_suffix(".partial")
+    partial.unlink(missing_ok=True)  # of a run that was interrupted
     partial.touch()
     mode = partial.stat().st_mode
     safetensors.numpy.save_file(

@@ -142,7 +142,7 @@ def write_folder(folder: Path, weights: dict[str, jax.Array], tokenizer: Tokeniz
             first += part.rows
         tensors[name] = np.ascontiguousarray(value)
     folder.mkdir(parents=True, exist_ok=True)
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "model.safetensors").write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "model_max_length": CONFIG.max_position}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

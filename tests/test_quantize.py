@@ -23,7 +23,7 @@ from jaxinfer.cli import app
 from jaxinfer.config import LayerSpec, ModelConfig, RopeConfig
 from jaxinfer.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError, UnsupportedError
 from jaxinfer.models.llama import config_from_hf, config_to_hf
-from jaxinfer.quantize import Settings, cut, quantize, read_text
+from jaxinfer.quantize import Settings, _save, cut, quantize, read_text
 from jaxinfer.quantize_layer import MATRICES, Batch, Devices, Layer, folded
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -92,6 +92,13 @@ def test_a_folder_has_the_models_weights(written: dict[str, Path], method: str):
 def test_who_may_read_the_config_may_read_the_weights(written: dict[str, Path], method: str):
     modes = {file.stat().st_mode for file in written[method].iterdir()}
     assert modes == {(written[method] / "config.json").stat().st_mode}
+
+
+def test_what_an_interrupted_run_left_decides_no_mode(tmp_path: Path):
+    (tmp_path / "model.partial").touch(0o600)
+    (tmp_path / "config.json").touch()
+    _save({"norm": np.ones(4, np.float32)}, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
 
 
 def logits(folder: Path, weights: dict[str, np.ndarray]) -> np.ndarray:

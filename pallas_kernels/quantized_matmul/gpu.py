@@ -97,7 +97,8 @@ def quantized_matmul(
     return (y_TO if w.minima_GO is None else y_TO + minima_product(x_TI, w)).astype(out_dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))  # a program's equal layers share one, lowered once
+# A program's equal layers share one, lowered once.
+@functools.partial(jax.jit, static_argnames=("T", "block", "out_dtype"))
 def _kernel(
     x_TI: jax.Array, words_IW: jax.Array, w: GroupedWeight, T: int, block: Block, out_dtype: jnp.dtype
 ) -> jax.Array:

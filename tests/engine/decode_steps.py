@@ -32,7 +32,7 @@ from sharding.mesh import MeshConfig
 SEQUENCES, CONTEXT, PAGE_SIZE = 64, 4096, 64
 
 
-class Engine(NamedTuple):
+class StepParts(NamedTuple):
     """What a step is made of, with all the chips along `tensor`."""
 
     model: ModelConfig
@@ -41,12 +41,15 @@ class Engine(NamedTuple):
     specs: StepSpecs
 
     @classmethod
-    def of(cls, model_name: str, chips: str, weights: str | None = None, kv: str = "auto", layers: str = "999"):
+    def of(
+        cls, model_name: str, chips: str, weights: str | None = None, kv: str = "auto", layers: str = "999"
+    ) -> StepParts:
         devices = described_devices(chips)
         config = MeshConfig(tensor=len(devices))
         mesh, card = config.build(devices)[0][0], CARDS[model_name]
         model = replace(card, layers=card.layers[: int(layers)])
-        schemes = Recipe.parse(weights).choose(matrices(model, jnp.bfloat16), {}, devices[0].platform, 2).schemes
+        platform = device_of(devices[0]).platform
+        schemes = Recipe.parse(weights).choose(matrices(model, jnp.bfloat16), {}, platform, 2).schemes
         partition = Partition.of(model, config.rules(), schemes)
         structure = decoder_structure(model, jnp.bfloat16, partition, schemes=schemes)
         scheduler = SchedulerConfig(
@@ -62,7 +65,7 @@ class Engine(NamedTuple):
 
 def forward(model_name: str, chips: str, weights: str | None = None, kv: str = "auto", layers: str = "999") -> dict:
     """What the compiler made of a step of 64 sequences of 4,096 tokens, up to the last hidden states."""
-    model, mesh, structure, specs = Engine.of(model_name, chips, weights, kv, layers)
+    model, mesh, structure, specs = StepParts.of(model_name, chips, weights, kv, layers)
     shape = ForwardShape(SEQUENCES, SEQUENCES, SEQUENCES, CONTEXT // PAGE_SIZE)
     step = compile_for(
         mesh,
@@ -101,7 +104,7 @@ def forward(model_name: str, chips: str, weights: str | None = None, kv: str = "
 
 def sample(model_name: str, chips: str) -> dict:
     """What the compiler made of choosing the 64 next tokens."""
-    model, mesh, structure, specs = Engine.of(model_name, chips)
+    model, mesh, structure, specs = StepParts.of(model_name, chips)
     rows = RowShape(SEQUENCES, SEQUENCES)
     step = compile_for(
         mesh,

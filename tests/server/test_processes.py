@@ -76,7 +76,8 @@ def by_slurm(port: int, rank: int) -> Start:
 
 
 class Processes:
-    """Two of them, and the worker of each; `extra` are further arguments of the second, `both` of both."""
+    """Two of them, and the worker of each; `extra` are further arguments of the second, `both` of both. `role` says how
+    they learn theirs, from the coordinator's port and their number."""
 
     def __init__(
         self,
