@@ -19,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -290,18 +291,27 @@ def main() -> None:
     if not environments:
         parser.error("JAXINFER_COMPILERS names no environment with compilers; scripts/compilers.sh makes one")
     rows: list[dict[str, Any]] = []
+    one_at_a_time = threading.Lock()
 
     def collect(version: int, platform: str) -> None:
         share = Share(platform, version, len(environments), int(part), int(parts))
         own = [name for name in kernels if KERNELS[name].platform == platform]
         for row in rows_of(environments[version], share, own, args.sample):
-            rows.append(row)
-            what = f"{row['kernel']} on {row['chip']}, jax {row['jax']}, {row['shape']}"
-            if not args.json and not row["ok"]:
-                print(f"{'refused' if row['refused'] else 'FAILED'}: {what}: {row['reason']}", flush=True)
-            elif not args.json and len(rows) % 20 == 0:
-                print(f"{len(rows)} compiled, last {what}", flush=True)
+            with one_at_a_time:
+                rows.append(row)
+                report(row)
 
+    def report(row: dict[str, Any]) -> None:
+        what = f"{row['kernel']} on {row['chip']}, jax {row['jax']}, {row['shape']}"
+        if args.json:  # as they come: a run of hours that is cut off lacks the closing bracket alone
+            print(("" if len(rows) == 1 else ",\n") + json.dumps(row), end="", flush=True)
+        elif not row["ok"]:
+            print(f"{'refused' if row['refused'] else 'FAILED'}: {what}: {row['reason']}", flush=True)
+        elif len(rows) % 20 == 0:
+            print(f"{len(rows)} compiled, last {what}", flush=True)
+
+    if args.json:
+        print('{"rows": [')
     platforms = {KERNELS[name].platform for name in kernels}
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for future in [
@@ -310,7 +320,7 @@ def main() -> None:
             future.result()
     failed = sum(not row["ok"] and not row["refused"] for row in rows)
     if args.json:
-        print(json.dumps({"rows": rows}, indent=1))
+        print("\n]}")
     else:
         refused, shared = (sum(bool(row[name]) for row in rows) for name in ("refused", "same_as"))
         print(f"{len(rows)} combinations: {len(rows) - refused - failed} compiled, {refused} refused, {failed} failed; "

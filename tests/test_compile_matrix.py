@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -48,3 +49,25 @@ def test_programs_are_equal_where_nothing_in_them_differs():
     assert key() == key(model="mistral-7b")
     others = [{"model": "llama-3-70b"}, {"tensor": 2}, {"rows": 3}, {"weight": "int4 zeros"}, {"group": 16}]
     assert len({key(), *(key(**change) for change in others)}) == 6
+
+
+def test_rows_of_json_are_printed_as_they_come(monkeypatch, capsys):
+    printed = []
+
+    def rows_of(environment, share, kernels, sample):
+        for part in (1, 2):
+            yield {"kernel": kernels[0], "chip": share.platform, "jax": environment.name, "shape": {"part": part},
+                   "ok": part == 1, "refused": False, "reason": None, "seconds": 0, "same_as": None}  # fmt: skip
+            printed.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(compile_matrix, "rows_of", rows_of)
+    monkeypatch.setenv("JAXINFER_COMPILERS", "new:old")
+    monkeypatch.setattr(sys, "argv", ["compile_matrix.py", "--json", "--kernel", "paged_attention.tpu"])
+    monkeypatch.setattr(compile_matrix.os, "cpu_count", lambda: 1)  # one worker after the other
+    with pytest.raises(SystemExit) as exited:
+        compile_matrix.main()
+    assert exited.value.code == 1
+    rows = json.loads("".join(printed) + capsys.readouterr().out)["rows"]
+    assert [(row["jax"], row["shape"]["part"]) for row in rows] == [("new", 1), ("new", 2), ("old", 1), ("old", 2)]
+    for end in range(1, 5):
+        assert json.loads("".join(printed[:end]) + "]}")["rows"] == rows[:end]
