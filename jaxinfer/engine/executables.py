@@ -26,6 +26,7 @@ from jax.experimental import serialize_executable
 logger = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).parents[2]  # where our packages lie side by side
+PACKAGES = ("jaxinfer", "pallas_kernels", "sharding")  # whose source decides what a program is
 _compiles = _stray_compiles = 0
 _compiles_lock = threading.Lock()
 _expecting = threading.local()
@@ -67,7 +68,7 @@ def expected_compiles() -> Iterator[None]:
 def _environment() -> str:
     """What makes a stored program valid, besides its own shapes."""
     digest = hashlib.sha256()
-    for package in ("jaxinfer", "pallas_kernels"):
+    for package in PACKAGES:
         for path in sorted(path for kind in ("*.py", "*.json") for path in (_ROOT / package).rglob(kind)):
             digest.update(path.read_bytes())
     flags = ""

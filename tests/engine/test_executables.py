@@ -74,7 +74,7 @@ def test_another_environment_finds_nothing(tmp_path: Path, monkeypatch: pytest.M
         key = "triples"
     elif change == "source":
         root = tmp_path / "root"
-        for package in ("jaxinfer", "pallas_kernels"):
+        for package in executables.PACKAGES:
             (root / package).mkdir(parents=True)
             (root / package / "step.py").write_text("another = 1\n")
         monkeypatch.setattr(executables, "_ROOT", root)
@@ -84,6 +84,25 @@ def test_another_environment_finds_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     executables._environment.cache_clear()
     assert cache.load("triple") is not None
+
+
+def test_all_source_that_makes_programs_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A changed rule of sharding/ once found the programs of the rule before."""
+    listing = "import sys, jaxinfer.engine.programs; print(*(getattr(m, '__file__', 0) for m in sys.modules.values()))"
+    files = subprocess.run([sys.executable, "-c", listing], check=True, capture_output=True, text=True).stdout.split()
+    ours = {
+        Path(file).relative_to(executables._ROOT).parts[0] for file in files if file.startswith(f"{executables._ROOT}/")
+    }
+    assert {package for package in ours if (executables._ROOT / package / "__init__.py").exists()} == set(
+        executables.PACKAGES
+    )
+    monkeypatch.setattr(executables, "_ROOT", tmp_path)
+    environments = set()
+    for package in ("", *executables.PACKAGES):
+        (tmp_path / package).mkdir(exist_ok=True)
+        (tmp_path / package / "step.py").write_text(f"in_{package} = 1\n")
+        environments.add(executables._environment.__wrapped__())
+    assert len(environments) == 4
 
 
 def test_a_folder_that_cannot_be_written_costs_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
