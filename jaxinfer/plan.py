@@ -264,13 +264,14 @@ def _programs(
             out_shardings=(shardings(specs.pool), specs.everywhere),
         )
         jobs.append((name, shape.num_tokens, compile_it))
-    if stage.is_last:
+    if structure.head is not None:
         rows = row_shapes(scheduler)[-1]
         compile_it = partial(
             compile_for,
             submesh,
-            make_sample(structure, model, rows, submesh),
-            *(specs.leaves, specs.hidden_RD, specs.last_tokens, specs.rules, specs.on_all((rows.size,))),
+            make_sample(structure.head, model, rows, submesh),
+            *(structure.head_leaves(specs.leaves), specs.hidden_RD, specs.last_tokens, specs.rules),
+            specs.on_all((rows.size,)),
             donate_argnums=3,
             out_shardings=(specs.everywhere, shardings(specs.rules), specs.everywhere),
         )

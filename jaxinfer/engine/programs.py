@@ -61,12 +61,15 @@ class Programs:
     that is nobody's) and the slots' rules (donated; see `sampling.logit_rules`).
 
     Attributes:
-      sample: by shape; (leaves, hidden states, last tokens, rules, packed rows) -> (last tokens, rules, sampled).
+      head_leaves: the last stage's leaves -> those that `sample` takes.
+      sample: by shape; (the head's leaves, hidden states, last tokens, rules, packed rows) -> (last tokens, rules,
+        sampled).
       enter: (rules, packed entry) -> rules.
       empty_state: () -> (last tokens, rules).
     """
 
     stages: tuple[StagePrograms, ...]
+    head_leaves: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
     sample: dict[RowShape, jax.stages.Compiled]
     enter: jax.stages.Compiled
     empty_state: jax.stages.Compiled
@@ -120,9 +123,9 @@ def make_forward(
     return forward
 
 
-def make_sample(structure: DecoderStructure, model: ModelConfig, shape: RowShape, mesh: Mesh) -> Callable[..., Any]:
+def make_sample(head: DecoderStructure, model: ModelConfig, shape: RowShape, mesh: Mesh) -> Callable[..., Any]:
     """Sampling for one shape, as `Programs` has it; each device samples from its own part of the vocabulary."""
-    partition = structure.partition
+    partition = head.partition
     axis = partition.rules.axis("vocab")
     vocabulary = Vocabulary(model.vocab_size, partition.vocab_size // partition.rules.ways("vocab"), axis)
 
@@ -136,7 +139,7 @@ def make_sample(structure: DecoderStructure, model: ModelConfig, shape: RowShape
         leaves: tuple[jax.Array, ...], hidden_RD: jax.Array, last_tokens: jax.Array, rules: SlotRules, packed: jax.Array
     ) -> tuple[jax.Array, SlotRules, SampledTokens]:
         rows = shape.unpack(packed)
-        logits_RV = structure.merge(leaves).logits(hidden_RD[: shape.num_rows])
+        logits_RV = head.merge(leaves).logits(hidden_RD[: shape.num_rows])
         call = choose
         if axis is not None:
             everywhere, state = PartitionSpec(), _rules_specs(partition.rules)
@@ -248,7 +251,7 @@ def load_or_compile(
     ) -> Any:  # fmt: skip
         shardings = jax.tree.map(lambda result: result.sharding, results)
         jitted = jax.jit(function, donate_argnums=donated, out_shardings=shardings)
-        return compiled(f"{name} {model} {structures} {results}", jitted, arguments, mesh, executables)
+        return compiled(f"{name} {results}", jitted, arguments, mesh, executables)
 
     def zeros(specs: Any) -> Callable[[], Any]:
         return lambda: jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), specs)
@@ -269,7 +272,7 @@ def load_or_compile(
             hidden_TD = specs.on_all((s.num_tokens, model.hidden_size), dtype)
             carried, result = specs.last_tokens if stage.is_first else hidden_TD, specs.hidden_RD
             forward[s] = start(
-                *(mesh, f"{s} {stage}", make_forward(structure, model, s, mesh)),
+                *(mesh, f"{s} {model} {structure}", make_forward(structure, model, s, mesh)),
                 *(specs.leaves, pool, carried, specs.on_all((s.size,))),
                 results=(pool, result if stage.is_last else hidden_TD),
                 donated=(1,),
@@ -278,6 +281,8 @@ def load_or_compile(
         copy = start(mesh, "copy", copy_pages, pool, copies, results=pool, donated=(0,))
         empty = start(mesh, "empty pool", zeros(pool), results=pool)
         stages.append((specs.everywhere, forward, copy, empty))
+    head = structure.head
+    assert head is not None
     state = specs.last_tokens, specs.rules
     entry = EntryShape(structure.partition.vocab_size)
     empty_state = start(mesh, "empty state", zeros(state), results=state)
@@ -294,8 +299,8 @@ def load_or_compile(
         shapes = sampled_shapes(rows.num_rows, model.vocab_size)
         sampled = jax.tree.map(lambda each: specs.on_all(each.shape, each.dtype), shapes)
         samples[rows] = start(
-            *(mesh, f"{rows}", make_sample(structure, model, rows, mesh)),
-            *(specs.leaves, specs.hidden_RD, *state, specs.on_all((rows.size,))),
+            *(mesh, f"{rows} {model} {head}", make_sample(head, model, rows, mesh)),
+            *(structure.head_leaves(specs.leaves), specs.hidden_RD, *state, specs.on_all((rows.size,))),
             results=(*state, sampled),
             donated=(3,),
         )
@@ -306,6 +311,7 @@ def load_or_compile(
             StagePrograms(sharding, {s: f.result() for s, f in forward.items()}, copy.result(), empty.result())
             for sharding, forward, copy, empty in stages
         ),
+        head_leaves=structure.head_leaves,
         sample={rows: future.result() for rows, future in samples.items()},
         enter=enter.result(),
         empty_state=empty_state.result(),

@@ -66,6 +66,7 @@ class Runner:
 
     def __init__(self, programs: Programs, leaves: Sequence[tuple[jax.Array, ...]], micro_batches: int | None = None):
         self._programs, self.leaves = programs, tuple(leaves)
+        self._head_leaves = programs.head_leaves(self.leaves[-1])
         self._micro_batches = len(programs.stages) if micro_batches is None else micro_batches
         self.pools: list[KV]
         self._last_tokens: jax.Array
@@ -148,7 +149,7 @@ class Runner:
         sample = self._programs.sample[row_shape]
         begun = time.perf_counter()
         self._last_tokens, self._rules, sampled = sample(
-            self.leaves[-1], carried, self._last_tokens, self._rules, packed_rows
+            self._head_leaves, carried, self._last_tokens, self._rules, packed_rows
         )
         if stages is not None:
             jax.block_until_ready(sampled)

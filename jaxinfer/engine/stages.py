@@ -49,9 +49,9 @@ def head_layers(
         page_size=PAGE_SIZE,
         num_pages=num_rows,
     )
-    layer, head = Stage(1, 2, 3), Stage(3, 3, 3)
+    layer = Stage(1, 2, 3)
     short = replace(model, layers=model.layers[:1] * 3)
-    structures = [decoder_structure(short, dtype, partition, stage, schemes=schemes) for stage in (layer, head)]
+    structures = [decoder_structure(short, dtype, partition, stage, schemes=schemes) for stage in (layer, layer.head)]
     specs = [StepSpecs.of(structure, short, scheduler, dtype, mesh) for structure in structures]
     forward, rows = ForwardShape(num_rows, num_rows, num_rows, 1), RowShape(num_rows, num_rows)
     hidden_TD = specs[0].on_all((num_rows, model.hidden_size), dtype)

@@ -82,6 +82,11 @@ class Stage:
     def is_last(self) -> bool:
         return self.end_layer == self.num_layers
 
+    @property
+    def head(self) -> Stage:
+        """What follows the last layer alone: the final norm and the head."""
+        return Stage(self.num_layers, self.num_layers, self.num_layers)
+
     def layers_of(self, config: ModelConfig) -> tuple[LayerSpec, ...]:
         return config.layers[self.first_layer : self.end_layer]
 
@@ -313,6 +318,7 @@ class DecoderStructure:
 
     Attributes:
       specs: path in the model -> declaration, in the order of the leaves.
+      head: of the last stage, its `Stage.head` by itself; else None.
     """
 
     graphdef: Any
@@ -320,6 +326,7 @@ class DecoderStructure:
     specs: dict[str, WeightSpec]
     partition: Partition
     stage: Stage
+    head: DecoderStructure | None
 
     @property
     def num_bytes(self) -> int:
@@ -353,6 +360,11 @@ class DecoderStructure:
         """The module over these weights; leaves are in the order of `specs`."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
+    def head_leaves(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of the last stage's leaves, those of `head`, in its order."""
+        assert self.head is not None, "only the last stage has a head"
+        return self.head.flatten(self.unflatten(leaves))
+
     def unflatten(self, leaves: tuple[Any, ...]) -> dict[str, Any]:
         """What `flatten` was given."""
         left = iter(leaves)
@@ -382,7 +394,7 @@ def decoder_structure(
     """
     partition = partition or Partition.of(config)
     stage = stage or Stage(0, len(config.layers), len(config.layers))
-    assert not scan or len(set(stage.layers_of(config))) == 1, "only layers that are all alike can be scanned"
+    assert not scan or len(set(stage.layers_of(config))) <= 1, "only layers that are all alike can be scanned"
     declared: dict[str, WeightSpec] = {}
 
     def make(path: str, spec: WeightSpec) -> Any:
@@ -393,7 +405,10 @@ def decoder_structure(
     paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     assert sorted(paths) == sorted(declared), "a weight's declared path differs from its place in the module"
     specs = {stage.model_path(path): declared[path] for path in paths}
-    return DecoderStructure(graphdef, jax.tree.structure(state), specs, partition, stage)
+    head = None
+    if stage.is_last and stage != stage.head:
+        head = decoder_structure(config, dtype, partition, stage.head, schemes=schemes, scan=scan)
+    return DecoderStructure(graphdef, jax.tree.structure(state), specs, partition, stage, head)
 
 
 def matrices(config: ModelConfig, dtype: Any) -> dict[str, tuple[int, int]]:

@@ -118,12 +118,12 @@ def _sample_random(logits_RV: jax.Array, inputs: SamplingInputs, vocabulary: Voc
     weights_RV = jnp.exp(scaled_RV)
     weights_RV = jnp.where(weights_RV >= inputs.min_p_R[:, None], weights_RV, 0.0)
     sorts_R = ((inputs.top_k_R > 0) | (inputs.top_p_R < 1.0)) & (inputs.temperature_R > 0)
-
-    def truncated() -> jax.Array:
-        some_R = _sample_truncated(weights_RV, u_R, sorts_R, inputs, vocabulary)
-        return jnp.where(sorts_R, some_R, _invert(weights_RV, u_R, vocabulary))
-
-    return lax.cond(jnp.any(sorts_R), truncated, lambda: _invert(weights_RV, u_R, vocabulary))
+    whole_R = _invert(weights_RV, u_R, vocabulary)
+    return lax.cond(
+        jnp.any(sorts_R),
+        lambda: jnp.where(sorts_R, _sample_truncated(weights_RV, u_R, sorts_R, inputs, vocabulary), whole_R),
+        lambda: whole_R,
+    )
 
 
 def _invert(weights_RV: jax.Array, u_R: jax.Array, vocabulary: Vocabulary) -> jax.Array:

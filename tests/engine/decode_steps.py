@@ -108,8 +108,9 @@ def sample(model_name: str, chips: str) -> dict:
     rows = RowShape(SEQUENCES, SEQUENCES)
     step = compile_for(
         mesh,
-        make_sample(structure, model, rows, mesh),
-        *(specs.leaves, specs.hidden_RD, specs.last_tokens, specs.rules, specs.on_all((rows.size,))),
+        make_sample(structure.head, model, rows, mesh),
+        *(structure.head_leaves(specs.leaves), specs.hidden_RD, specs.last_tokens, specs.rules),
+        specs.on_all((rows.size,)),
         donate_argnums=3,
         out_shardings=(
             specs.everywhere,

@@ -113,6 +113,16 @@ def test_a_folder_that_cannot_be_written_costs_only_a_warning(tmp_path: Path, ca
     assert "could not store" in caplog.text
 
 
+@pytest.fixture(scope="module")
+def small_config(tiny_config: EngineConfig) -> EngineConfig:
+    """One forward pass and one sampling program are all there is to compile."""
+    return replace(tiny_config, max_num_seqs=1, max_num_batched_tokens=1)
+
+
+def programs_in(folder: Path) -> set[Path]:
+    return set((folder / "programs").iterdir())
+
+
 def test_settings_of_the_host_alone_compile_nothing(tiny_config: EngineConfig, base: Engine, cache_dir: Path):
     before = compile_count()
     config = replace(tiny_config, max_waiting=3, prefix_caching=False)
@@ -136,6 +146,15 @@ def test_engines_of_other_sizes_share_a_folder(tiny_config: EngineConfig, tmp_pa
         assert engine.scheduler_config.num_pages == 100_000 // page_bytes(*shape, 4, "float32", Device("cpu", "cpu"))
 
 
+def test_other_weights_of_layers_change_the_forward_passes_alone(small_config: EngineConfig, tmp_path: Path):
+    """Sampling takes the head's weights, not all: it once was compiled again for each recipe."""
+    stored = []
+    for quantize in (None, "int8"):
+        Engine.start(replace(small_config, quantize=quantize), cache_dir=tmp_path).close()
+        stored.append(programs_in(tmp_path))
+    assert len(stored[1] - stored[0]) == 1
+
+
 def test_what_another_engine_compiles_at_its_start_is_no_stray():
     before = stray_compile_count(), compile_count()
     with expected_compiles():
@@ -157,11 +176,10 @@ engine.close()
 """
 
 
-def test_a_second_process_compiles_nothing(tiny_config: EngineConfig, tmp_path: Path):
-    config = replace(tiny_config, max_num_batched_tokens=8, max_num_seqs=8)
+def test_a_second_process_compiles_nothing(small_config: EngineConfig, tmp_path: Path):
     counts = [
         subprocess.run(
-            [sys.executable, "-c", SECOND_START, repr(config), str(tmp_path)],
+            [sys.executable, "-c", SECOND_START, repr(small_config), str(tmp_path)],
             check=True,
             capture_output=True,
             text=True,
@@ -174,16 +192,15 @@ def test_a_second_process_compiles_nothing(tiny_config: EngineConfig, tmp_path: 
 
 
 def test_an_engine_starts_over_broken_files(
-    tiny_config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    small_config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """Every program of the folder is truncated: the engine says so, compiles, and answers as before."""
-    config = replace(tiny_config, max_num_batched_tokens=8, max_num_seqs=8)
-    Engine.start(config, cache_dir=tmp_path).close()
-    files = list((tmp_path / "programs").iterdir())
+    Engine.start(small_config, cache_dir=tmp_path).close()
+    files = programs_in(tmp_path)
     for path in files:
         path.write_bytes(path.read_bytes()[:100])
     with caplog.at_level(logging.WARNING):
-        engine = Engine.start(config, cache_dir=tmp_path)
+        engine = Engine.start(small_config, cache_dir=tmp_path)
     assert sum("does not load" in record.message for record in caplog.records) == len(files)
     answer = Answer("a")
     engine.submit(Request(request_id="a", params=SamplingParams(max_tokens=3), token_ids=[5, 6, 7]), answer.sink)
