@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import NamedTuple
 
 import jax
+
+logger = logging.getLogger(__name__)
 
 
 class KernelError(ValueError):
@@ -44,14 +48,27 @@ def _device_of(platform: str, kind: str, cores: int | None) -> Device:
     return Device("gpu" if platform in ("cuda", "rocm") else platform, kind, (cores or 1) if platform == "tpu" else 1)
 
 
-def choose[F: Callable](
-    op: str, implementations: Mapping[str, tuple[Callable[[], F], Callable[[], str | None]]], forced: str | None
-) -> F:
+class Implementation[F: Callable](NamedTuple):
+    """
+    Attributes:
+      function: gives what does it.
+      refusal: gives why it cannot serve this call, or None.
+      platform: the only one it is for; None is for all.
+    """
+
+    function: Callable[[], F]
+    refusal: Callable[[], str | None] = lambda: None
+    platform: str | None = None
+
+
+def choose[F: Callable](op: str, implementations: Mapping[str, Implementation[F]], forced: str | None) -> F:
     """The first implementation that does not refuse, or the forced one.
+
+    That a kernel of the device's own platform does not serve a call is logged, once for each reason.
 
     Args:
       op: the op's name, for messages.
-      implementations: by preference; name -> (gives the function, gives why it cannot serve this call, or None).
+      implementations: by preference.
       forced: a name that must be used.
 
     Raises:
@@ -59,11 +76,23 @@ def choose[F: Callable](
     """
     if forced is not None and forced not in implementations:
         raise KernelError(f"{op}: no implementation {forced!r}; there are {', '.join(sorted(implementations))}")
-    reasons = []
+    device = current_device()
+    reasons: list[str] = []
+    of_platform: list[str] = []  # of a kernel that is made for it
     for name in (forced,) if forced is not None else implementations:
-        function, refusal = implementations[name]
-        reason = refusal()
+        function, refusal, platform = implementations[name]
+        elsewhere = platform not in (None, device.platform)
+        reason = f"the device is no {platform.upper()} but {device.kind}" if platform and elsewhere else refusal()
         if reason is None:
+            if of_platform:
+                _tell(f"{op} on {device.kind} is by {name} ({'; '.join(of_platform)})")
             return function()
         reasons.append(f"{name}: {reason}")
+        if platform == device.platform:
+            of_platform.append(reasons[-1])
     raise KernelError(f"{op}: no implementation serves this call ({'; '.join(reasons)})")
+
+
+@cache
+def _tell(message: str) -> None:
+    logger.warning(message)

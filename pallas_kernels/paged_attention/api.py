@@ -7,7 +7,7 @@ S sequences, M pages of a sequence.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import math
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.dispatch import KernelError, choose, current_device
+from pallas_kernels.dispatch import Implementation, KernelError, choose, current_device
 from pallas_kernels.paged_attention import reference, xla
 from pallas_kernels.paged_attention.layout import KV, QUANTIZED, PageLayout, QuantizedKV, values_of
+
+FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
 def paged_attention(
@@ -60,25 +62,26 @@ def paged_attention(
       (pool, out_TNH) with out of q's dtype.
 
     Raises:
-      KernelError: shapes or dtypes do not fit each other, no implementation or not the forced one serves the call, or,
-        where the step's arrays are no tracers, `check_step` refuses them.
+      KernelError: shapes, dtypes or options do not fit each other, no implementation or not the forced one serves the
+        call, or, where the layer or the step's arrays are no tracers, they are out of range.
     """
-    T, N, H = q_TNH.shape
-    K = k_TKH.shape[1]
-    _check_shapes(q_TNH, k_TKH, v_TKH, pool, page_table_SM, kv_lens_S, query_starts_S1)
-    layout = PageLayout.of(pool, K, H)
     step = (page_table_SM, kv_lens_S, query_starts_S1, num_seqs)
+    _check_arrays(q_TNH, k_TKH, v_TKH, *step)
+    _check_pool(pool, k_TKH.shape[1])
+    _check_options(layer, len(values_of(pool)), scale, window, soft_cap)
+    (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
+    layout = PageLayout.of(pool, K, H)
     if not any(isinstance(each, jax.core.Tracer) for each in step):
         table, lens, starts = (np.asarray(each) for each in step[:3])
         check_step(table, lens, starts, int(num_seqs), pool_shape=values_of(pool).shape, num_tokens=T)
-    if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0):
-        raise KernelError(f"window is {window} and soft_cap {soft_cap}; each is above 0, or None")
     call = (layout, q_TNH.dtype, pool, N // K)
-    implementations: dict[str, tuple[Callable[[], Callable], Callable[[], str | None]]] = {
-        "tpu": (partial(_function, "tpu"), partial(_refusal, "tpu", *call)),
-        "gpu": (partial(_function, "gpu"), partial(_refusal, "gpu", *call)),
-        "xla": (lambda: xla.paged_attention, lambda: None),
-        "reference": (lambda: reference.paged_attention, lambda: None),
+    implementations = {
+        **{
+            platform: Implementation(partial(_function, platform), partial(_refusal, platform, *call), platform)
+            for platform in ("tpu", "gpu")
+        },
+        "xla": Implementation(lambda: xla.paged_attention),
+        "reference": Implementation(lambda: reference.paged_attention),
     }
     function = choose("paged_attention", implementations, forced=implementation)
     pad = partial(_pad_heads, to=layout.head_dim)
@@ -99,10 +102,7 @@ def _function(platform: str) -> Any:
 
 
 def _refusal(platform: str, *call: Any) -> str | None:
-    device = current_device()
-    if device.platform != platform:
-        return f"the device is no {platform.upper()} but {device.kind}"
-    return _kernel(platform).refusal(device, *call)
+    return _kernel(platform).refusal(current_device(), *call)
 
 
 def check_step(
@@ -141,7 +141,16 @@ def check_step(
         raise KernelError(f"page_table[{s}, {m}] is {page_table_SM[s, m]}; page ids go from 0 to {num_pages - 1}")
 
 
-def _check_shapes(q_TNH, k_TKH, v_TKH, pool: KV, page_table_SM, kv_lens_S, query_starts_S1) -> None:
+def _check_arrays(q_TNH, k_TKH, v_TKH, page_table_SM, kv_lens_S, query_starts_S1, num_seqs) -> None:
+    tokens = {"q": q_TNH, "k": k_TKH, "v": v_TKH}
+    step = {"page_table": page_table_SM, "kv_lens": kv_lens_S, "query_starts": query_starts_S1, "num_seqs": num_seqs}
+    ranks = {**dict.fromkeys(tokens, 3), "page_table": 2, "kv_lens": 1, "query_starts": 1, "num_seqs": 0}
+    for name, array in {**tokens, **step}.items():
+        if jnp.ndim(array) != ranks[name] or 0 in jnp.shape(array):
+            raise KernelError(f"{name} has shape {jnp.shape(array)}; it has {ranks[name]} axes, none of them empty")
+    for name, array in step.items():
+        if not jnp.issubdtype(jnp.result_type(array), jnp.integer):
+            raise KernelError(f"{name} is of {jnp.result_type(array)}; it is of int32")
     T, N, H = q_TNH.shape
     K, S = k_TKH.shape[1], page_table_SM.shape[0]
     if k_TKH.shape != (T, K, H) or v_TKH.shape != k_TKH.shape:
@@ -150,22 +159,46 @@ def _check_shapes(q_TNH, k_TKH, v_TKH, pool: KV, page_table_SM, kv_lens_S, query
         raise KernelError(f"{N} query heads are no multiple of {K} KV heads")
     if not q_TNH.dtype == k_TKH.dtype == v_TKH.dtype:
         raise KernelError(f"q, k and v have dtypes {q_TNH.dtype}, {k_TKH.dtype} and {v_TKH.dtype}; one is needed")
+    if q_TNH.dtype not in FLOATS:
+        raise KernelError(f"q, k and v are of {q_TNH.dtype}; they are of {', '.join(map(str, FLOATS))}")
     if kv_lens_S.shape != (S,) or query_starts_S1.shape != (S + 1,):
         raise KernelError(f"for {S} sequences, kv_lens is {kv_lens_S.shape} and query_starts {query_starts_S1.shape}")
+
+
+def _check_pool(pool: KV, K: int) -> None:
+    if not isinstance(pool, QuantizedKV) and not hasattr(pool, "shape"):
+        raise KernelError(f"the pool is a {type(pool).__name__}; it is an array or a QuantizedKV")
     dtype, quantized = jnp.dtype(values_of(pool).dtype), isinstance(pool, QuantizedKV)
     has_scales = dtype in QUANTIZED or dtype == jnp.uint8
-    if quantized != has_scales or not (quantized or jnp.issubdtype(dtype, jnp.floating)):
-        kinds = ", ".join(map(str, QUANTIZED))
+    if quantized != has_scales or not (quantized or dtype in FLOATS):
+        with_scales, without = (", ".join(map(str, kinds)) for kinds in (QUANTIZED, FLOATS))
         raise KernelError(
-            f"a pool of {dtype} {'with' if quantized else 'without'} scales; {kinds} have scales, floats none"
+            f"a pool of {dtype} {'with' if quantized else 'without'} scales; "
+            f"{with_scales} have scales, {without} none, and there are no others"
         )
+    if len(values_of(pool).shape) != 5 or 0 in values_of(pool).shape:
+        raise KernelError(f"the pool has shape {values_of(pool).shape}; it has 5 axes, none of them empty")
     if isinstance(pool, QuantizedKV):
-        L, P, _, page_size, _ = pool.values.shape
+        *outer, _, page_size, _ = pool.values.shape
         *others, row = pool.scales.shape
-        if others != [L, P, 2 * K] or row < page_size:
-            raise KernelError(
-                f"the pool's scales are {pool.scales.shape}, not {(L, P, 2 * K, page_size)}, or longer rows"
-            )
+        if others != [*outer, 2 * K] or row < page_size:
+            wanted = (*outer, 2 * K, page_size)
+            raise KernelError(f"the pool's scales are {pool.scales.shape}, not {wanted}, or longer rows")
+        if pool.scales.dtype != jnp.float32:
+            raise KernelError(f"the pool's scales are of {pool.scales.dtype}; they are of float32")
+
+
+def _check_options(layer, num_layers: int, scale: float, window: int | None, soft_cap: float | None) -> None:
+    if jnp.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
+        raise KernelError(f"layer is {layer}; it is an integer, or a scalar array of integers")
+    if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < num_layers:
+        raise KernelError(f"layer is {layer}; the pool's layers go from 0 to {num_layers - 1}")
+    if not math.isfinite(scale):
+        raise KernelError(f"scale is {scale}; it is a finite number")
+    if window is not None and (window < 1 or window != int(window)):
+        raise KernelError(f"window is {window}; it is an integer above 0, or None")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise KernelError(f"soft_cap is {soft_cap}; it is a finite number above 0, or None")
 
 
 def _pad_heads(x_TNH: jax.Array, to: int) -> jax.Array:

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.dispatch import Device, current_device
+from pallas_kernels.dispatch import Device, KernelError, current_device
 from pallas_kernels.paged_attention.layout import KV, PageLayout, QuantizedKV, values_of
 from pallas_kernels.paged_attention.reference import token_positions
 from pallas_kernels.paged_attention.xla import LOWEST, Scores, flat_list
@@ -38,8 +38,9 @@ CHIPS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5
 }
 LANES = 128
 FETCHES = 4  # blocks of pages under way or in use at a time
-WRITES = 8  # blocks of rows under way at a time in the write kernel; half are being read, half written
+WRITES = 8  # blocks of rows under way at a time in the write kernel, at most; half are being read, half written
 VMEM_BYTES = 48 << 20  # of the 64 MiB to 128 MiB a core has
+TABLE_ENTRIES = 3 << 16  # page ids that a launch takes: 768 KiB of the 1 MiB of scalar memory
 
 
 class Blocks(NamedTuple):
@@ -74,8 +75,8 @@ def refusal(device: Device, layout: PageLayout, q_dtype: Any, pool: KV, group: i
         return f"{group} query heads for a KV head; the kernel takes at most 16"
     if q_dtype not in (jnp.bfloat16, jnp.float32):
         return f"queries of {q_dtype}; the kernel takes bfloat16 and float32"
-    if dtype == jnp.float32 and q_dtype != jnp.float32:
-        return f"queries of {q_dtype} over a pool of float32"
+    if dtype == jnp.float16 or (dtype == jnp.float32 and q_dtype != jnp.float32):
+        return f"queries of {q_dtype} over a pool of {dtype}"
     return None
 
 
@@ -97,6 +98,26 @@ def blocks_for(kind: str, layout: PageLayout, pool: KV, group: int) -> Blocks:
     decode = min(max((1 << 20) // token_bytes // LANES * LANES, LANES), 1024)
     tile = 1 << max(min(512 // group, 4096 // (group * layout.num_kv_heads)), 8).bit_length() - 1
     return Blocks(decode, min(decode, 512), min(tile, LANES))
+
+
+def check_blocks(blocks: Blocks, layout: PageLayout, pool: KV, group: int) -> None:
+    """Refuses blocks that cannot be.
+
+    Raises:
+      KernelError: says which, and why.
+    """
+    _, _, X, page_size, E = values_of(pool).shape
+    if blocks.tile < 1 or blocks.tile & (blocks.tile - 1):
+        raise KernelError(f"paged_attention: {blocks}; a tile is a power of two of query tokens")
+    if any(each < 1 or (each > page_size and each % page_size) for each in (blocks.decode, blocks.prefill)):
+        raise KernelError(f"paged_attention: {blocks}; a block is whole pages of {page_size} tokens")
+    positions = max(blocks.decode, blocks.prefill, page_size)
+    scales = 4 * positions // page_size * math.prod(pool.scales.shape[2:]) if isinstance(pool, QuantizedKV) else 0
+    rows = blocks.tile * group * layout.num_kv_heads
+    block = positions * X * E * values_of(pool).dtype.itemsize + scales
+    needed = FETCHES * block + 3 * rows * E * 2 + rows * (E + 2 * LANES) * 4
+    if needed > VMEM_BYTES:
+        raise KernelError(f"paged_attention: {blocks}; they take {needed} bytes on the chip, of {VMEM_BYTES}")
 
 
 def _rows_of_write(dtype: Any) -> int:
@@ -165,8 +186,19 @@ def paged_attention(
     soft_cap: float | None,
     blocks: Blocks | None = None,
 ) -> tuple[KV, jax.Array]:
-    """See `reference.paged_attention`. Blocks of one's own are for tuning."""
-    device = current_device()
+    """See `reference.paged_attention`. Blocks of one's own are for tuning.
+
+    Raises:
+      KernelError: those that cannot be, or more pages of a sequence than scalar memory lists.
+    """
+    device, group = current_device(), q_TNH.shape[1] // layout.num_kv_heads
+    blocks = blocks or blocks_for(device.kind, layout, pool, group)
+    check_blocks(blocks, layout, pool, group)
+    if page_table_SM.shape[1] > TABLE_ENTRIES:
+        raise KernelError(
+            f"paged_attention: {page_table_SM.shape[1]} pages of a sequence; scalar memory lists {TABLE_ENTRIES}, "
+            "so use larger pages"
+        )
     return _layer_attention(
         q_TNH,
         rows,
@@ -178,7 +210,7 @@ def paged_attention(
         num_seqs,
         layout=layout,
         scores=Scores(scale, window, soft_cap),
-        blocks=blocks or blocks_for(device.kind, layout, pool, q_TNH.shape[1] // layout.num_kv_heads),
+        blocks=blocks,
         cores=device.cores,
     )
 
@@ -188,11 +220,29 @@ def paged_attention(
 def _layer_attention(
     q_TNH, rows, pool, layer, page_table_SM, kv_lens_S, query_starts_S1, num_seqs, *, layout, scores, blocks, cores
 ):
-    step = _Step(layer[None], page_table_SM.reshape(-1), kv_lens_S, query_starts_S1)
-    pool = _write(rows, pool, step, num_seqs)
-    out_TNH = _attend(q_TNH, pool, step, num_seqs, layout, scores, blocks, cores)
-    _, _, valid_T = token_positions(len(q_TNH), kv_lens_S, query_starts_S1, num_seqs)
-    return pool, jnp.where(valid_T[:, None, None], out_TNH, 0)
+    S, M = page_table_SM.shape
+    size = -(-S // -(-S // max(TABLE_ENTRIES // M, 1)))  # sequences of a launch
+    launches = [
+        (
+            _Step(
+                layer[None],
+                page_table_SM[first : first + size].reshape(-1),
+                kv_lens_S[first : first + size],
+                query_starts_S1[first : first + size + 1],
+            ),
+            jnp.clip(num_seqs - first, 0, size),
+        )
+        for first in range(0, S, size)
+    ]
+    for step, count in launches:
+        pool = _write(rows, pool, step, count)
+    sequence_T, _, valid_T = token_positions(len(q_TNH), kv_lens_S, query_starts_S1, num_seqs)
+    out_TNH = jnp.zeros_like(q_TNH)
+    for number, (step, count) in enumerate(launches):
+        own_T = valid_T if len(launches) == 1 else valid_T & (sequence_T // size == number)
+        own_TNH = _attend(q_TNH, pool, step, count, layout, scores, blocks, cores)
+        out_TNH = jnp.where(own_T[:, None, None], own_TNH, out_TNH)
+    return pool, out_TNH
 
 
 def _query_lens(step: _Step, num_seqs: jax.Array) -> jax.Array:
@@ -218,17 +268,20 @@ def _write(rows: KV, pool: KV, step: _Step, num_seqs: jax.Array) -> KV:
         tile = pool.scales.shape[2:]  # type: ignore[union-attr]
         new.append(around(jnp.broadcast_to(rows.scales[..., None], (T, *tile))))
         buffers.append(((R, *tile), tile, jnp.float32))
+    slot_bytes = sum(math.prod(each) * jnp.dtype(dtype).itemsize for *both, dtype in buffers for each in both)
+    # Half of the memory: a block is merged in float32. Large pages of many heads in 8 bits are few at a time.
+    slots = max(min(VMEM_BYTES // 2 // slot_bytes, WRITES) // 2 * 2, 2)
     scratch = [
-        *(pltpu.VMEM((WRITES, *new_shape), dtype) for new_shape, _, dtype in buffers),
-        *(pltpu.VMEM((WRITES, *old_shape), dtype) for _, old_shape, dtype in buffers),
-        pltpu.SemaphoreType.DMA((WRITES,)),
-        pltpu.SemaphoreType.DMA((WRITES,)),
+        *(pltpu.VMEM((slots, *new_shape), dtype) for new_shape, _, dtype in buffers),
+        *(pltpu.VMEM((slots, *old_shape), dtype) for _, old_shape, dtype in buffers),
+        pltpu.SemaphoreType.DMA((slots,)),
+        pltpu.SemaphoreType.DMA((slots,)),
     ]
     scalars = (*step, sequence_I, block_I, total[None])
     leaves = jax.tree.leaves(pool)
     in_memory = pl.BlockSpec(memory_space=pl.ANY)
     written = pl.pallas_call(
-        partial(_write_kernel, num_arrays=len(new), page_size=page_size, R=R),
+        partial(_write_kernel, num_arrays=len(new), page_size=page_size, R=R, slots=slots),
         out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -244,12 +297,14 @@ def _write(rows: KV, pool: KV, step: _Step, num_seqs: jax.Array) -> KV:
     return QuantizedKV(*written) if isinstance(pool, QuantizedKV) else written[0]
 
 
-def _write_kernel(layer, table, lens, starts, sequence, block, total, *refs, num_arrays: int, page_size: int, R: int):
+def _write_kernel(
+    layer, table, lens, starts, sequence, block, total, *refs, num_arrays: int, page_size: int, R: int, slots: int
+):
     new_hbm, refs = refs[:num_arrays], refs[2 * num_arrays :]  # the aliased inputs are the outputs
     pool_hbm, new_buf, old_buf = (refs[i * num_arrays : (i + 1) * num_arrays] for i in range(3))
     read_sem, write_sem = refs[3 * num_arrays :]
     pages_per_seq = table.shape[0] // lens.shape[0]
-    ahead = WRITES // 2
+    ahead = slots // 2
 
     def place(i):
         """Sequence, first position of the block, its page and its first row there."""
@@ -264,19 +319,19 @@ def _write_kernel(layer, table, lens, starts, sequence, block, total, *refs, num
     def reads(i):
         s, position, _, _ = place(i)
         token = position - (lens[s] - starts[s + 1])
-        slot = i % WRITES
+        slot = i % slots
         for new, new_slots, old, old_slots in zip(new_hbm, new_buf, in_pool(i), old_buf, strict=True):
             yield pltpu.make_async_copy(new.at[pl.ds(token + R, R)], new_slots.at[slot], read_sem.at[slot])
             yield pltpu.make_async_copy(old, old_slots.at[slot], read_sem.at[slot])
 
     def writes(i):
-        slot = i % WRITES
+        slot = i % slots
         for old_slots, old in zip(old_buf, in_pool(i), strict=True):
             yield pltpu.make_async_copy(old_slots.at[slot], old, write_sem.at[slot])
 
     def merge(i):
         s, position, _, row = place(i)
-        slot = i % WRITES
+        slot = i % slots
         first = lens[s] - (starts[s + 1] - starts[s]) - position  # of the step's rows, counted in the block
         end = lens[s] - position
         new = jnp.swapaxes(new_buf[0][slot].astype(jnp.float32), 0, 1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Device, KernelError, choose, current_device
+from pallas_kernels.dispatch import Device, Implementation, KernelError, choose, current_device
 from pallas_kernels.quantized_matmul import reference, xla
 from pallas_kernels.quantized_matmul.weights import GROUP_SIZES, ChannelWeight, GroupedWeight, Weight
 
@@ -58,9 +58,9 @@ def quantized_matmul(
     function = choose(
         "quantized_matmul",
         {
-            "mosaic_gpu": (mosaic_gpu, lambda: _refused_by_mosaic_gpu(current_device(), x_TI.dtype, w)),
-            "xla": (lambda: xla.quantized_matmul, lambda: None),
-            "reference": (lambda: reference.quantized_matmul, lambda: None),
+            "mosaic_gpu": Implementation(mosaic_gpu, lambda: _refused_by_mosaic_gpu(current_device(), x_TI.dtype, w)),
+            "xla": Implementation(lambda: xla.quantized_matmul),
+            "reference": Implementation(lambda: reference.quantized_matmul),
         },
         forced=implementation,
     )

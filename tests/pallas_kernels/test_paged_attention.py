@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pretended import chip, described
+from pretended import TPUS, chip, described
 
 from pallas_kernels.dispatch import Device, KernelError
-from pallas_kernels.paged_attention import QuantizedKV, paged_attention, pool_spec
+from pallas_kernels.paged_attention import QuantizedKV, paged_attention, pool_spec, tpu
 from pallas_kernels.paged_attention.api import check_step
 from pallas_kernels.paged_attention.layout import PageLayout, values_of
 
@@ -62,8 +62,12 @@ def random_case(
     S: int = S,
     M: int = M,
     P: int = P,
+    shared: int = 0,
 ) -> Case:
-    """A step of sequences (tokens before, tokens now), pages in any order; bytes never written are NaN."""
+    """A step of sequences (tokens before, tokens now), pages in any order; bytes never written are NaN.
+
+    Sequences that fill as many pages before the step share their first `shared`.
+    """
     rng = np.random.default_rng(seed)
     page_size, K, G, H, dtype, kv_dtype = shape
     spec = pool_spec(2, P, page_size, K, H, kv_dtype or dtype, device)
@@ -80,6 +84,8 @@ def random_case(
         pages = -(-(before + now) // page_size)
         table[s, :pages] = ids[used : used + pages]
         table[s, pages:] = rng.integers(0, P, M - pages)  # entries past the end are ignored
+        if before >= shared * page_size:
+            table[s, :shared] = ids[-shared:] if shared else []
         used += pages
         kv_lens[s] = before + now
         starts[s + 1 :] = starts[s] + now
@@ -123,6 +129,7 @@ def lengths(longest: int) -> st.SearchStrategy[list[tuple[int, int]]]:
         st.one_of(
             st.tuples(st.integers(0, longest - 1), st.just(1)),  # decodes
             st.tuples(st.integers(0, longest * 2 // 3 - 2), st.integers(1, 20)),  # prefill chunks
+            st.tuples(st.integers(0, longest), st.just(0)),  # nothing to do in this step, or empty
         ),
         max_size=S,
     ).filter(lambda pairs: sum(now for _, now in pairs) <= T)
@@ -143,10 +150,10 @@ COMBINATIONS = {
     + [(Shape(8, 1, 3, 32, f32, fp8), 17, None)],
     "tpu": [
         (Shape(8, 2, 3, 128), None, None),
-        (Shape(16, 1, 4, 64), 17, 2.0),  # joined rows
+        (Shape(64, 1, 4, 64), 17, 2.0),  # joined rows
         (Shape(16, 3, 1, 80, bf16), 5, None),  # padded heads
         (Shape(32, 2, 2, 128, f32, int8), None, 2.0),
-        (Shape(16, 1, 16, 64, bf16, fp8), 17, None),
+        (Shape(128, 1, 16, 64, bf16, fp8), 17, None),
     ],
     "tpu-2-cores": [(Shape(16, 2, 1, 256, bf16), 17, None)],
     # Every page size, head dim and kind of pool; its blocks are of 64 positions, so that sequences are longer.
@@ -155,8 +162,8 @@ COMBINATIONS = {
         (Shape(32, 1, 4, 128, bf16), 70, 2.0),
         (Shape(128, 1, 16, 64, bf16), None, None),
         (Shape(64, 1, 1, 256, bf16), 100, None),
-        (Shape(16, 1, 7, 128, bf16, int8), None, None),
-        (Shape(64, 1, 2, 64, bf16, fp8), 50, 2.0),
+        (Shape(32, 1, 7, 128, bf16, int8), 70, None),
+        (Shape(128, 1, 2, 256, bf16, fp8), None, 2.0),
     ],
 }
 EXAMPLES = {"xla": 20, "tpu": 6, "tpu-2-cores": 6, "gpu": 3}
@@ -178,10 +185,11 @@ def case_of(implementation: str, shape: Shape):
 )
 def test_equals_reference(implementation, shape, window, soft_cap):
     @settings(max_examples=EXAMPLES[implementation], deadline=None)
-    @given(seed=st.integers(0, 2**31), lens=lengths(longest(implementation)))
-    @example(seed=0, lens=[])
-    def check(seed, lens):
-        case = partial(case_of(implementation, shape), seed, lens)
+    @given(seed=st.integers(0, 2**31), lens=lengths(longest(implementation)), shared=st.integers(0, 2))
+    @example(seed=0, lens=[], shared=0)
+    @example(seed=1, lens=[(0, 0), (37, 1), (40, 0), (36, 9), (0, 0)], shared=1)
+    def check(seed, lens, shared):
+        case = partial(case_of(implementation, shape), seed, lens, shared=shared)
         assert_equals_reference(implementation, lambda device: case(device=device), window, soft_cap)
 
     check()
@@ -209,6 +217,25 @@ def test_long_sequences_equal_reference(implementation, window):
     lens = [(7, 1), (1500, 1), (0, 1), (700, 70), (130, 1), (0, 66)]
     case = partial(random_case, 3, lens, served_by(implementation, Shape(32, 2, 2, 64)), T=143, M=64, P=128)
     assert_equals_reference(implementation, case, window)
+
+
+def test_page_tables_beyond_scalar_memory_take_several_launches(monkeypatch):
+    """Of at most 2 sequences each; the last launch has one. Tiles, decodes and pages shared over launches."""
+    monkeypatch.setattr(tpu, "TABLE_ENTRIES", 2 * M)
+    shape = Shape(16, 2, 2, 128)
+    for lens in ([(37, 1), (0, 9), (40, 0), (36, 1), (33, 20)], [(5, 1)], []):
+        case = partial(random_case, 7, lens, shape, T=33, S=5, P=50, shared=2)  # no other test has these sizes
+        assert_equals_reference("tpu", case, 30)
+    with described(TPUS["tpu"]):
+        program = jax.make_jaxpr(lambda case: call(case, implementation="tpu"))(case(device=TPUS["tpu"]))
+    assert str(program).count("name=paged_attention_write") == 3
+
+
+def test_a_page_table_row_beyond_scalar_memory_is_refused():
+    device = Device("tpu", "TPU v6 lite")
+    case = random_case(0, [(3, 1)], Shape(16, 2, 2, 128), device, M=tpu.TABLE_ENTRIES + 1)
+    with described(device), pytest.raises(KernelError, match=r"196609 pages of a sequence; .* lists 196608"):
+        call(case, implementation="tpu")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -273,8 +300,8 @@ def test_pool_is_aliased_not_copied():
     assert memory.temp_size_in_bytes < large.size * 4 / 4
 
 
-def call(case: Case, **options):
-    return paged_attention(*case[:4], LAYER, *case[4:], scale=1.0, **options)
+def call(case: Case, *, layer=LAYER, scale=1.0, **options):
+    return paged_attention(*case[:4], layer, *case[4:], scale=scale, **options)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +325,20 @@ def call(case: Case, **options):
         (lambda c: c._replace(kv_lens=c.kv_lens.at[1].set(1)), r"kv_lens\[1\] is 1, with 2 tokens"),
         (lambda c: c._replace(query_starts=c.query_starts.at[2].set(99)), "do not rise from 0 to at most 48"),
         (lambda c: c._replace(num_seqs=jnp.int32(7)), "num_seqs is 7; the page table has 6 rows"),
+        (lambda c: c._replace(q=c.q[0]), r"q has shape \(4, 64\); it has 3 axes"),
+        (lambda c: c._replace(k=c.k[:, :0], v=c.v[:, :0]), r"k has shape \(48, 0, 64\); .* none of them empty"),
+        (lambda c: c._replace(page_table=c.page_table[0]), r"page_table has shape \(8,\); it has 2 axes"),
+        (lambda c: c._replace(page_table=c.page_table[:, :0]), r"page_table has shape \(6, 0\)"),
+        (lambda c: c._replace(num_seqs=c.num_seqs[None]), r"num_seqs has shape \(1,\); it has 0 axes"),
+        (lambda c: c._replace(kv_lens=c.kv_lens.astype(f32)), "kv_lens is of float32; it is of int32"),
+        (lambda c: c._replace(**{name: getattr(c, name).astype(int8) for name in "qkv"}), "q, k and v are of int8"),
+        (lambda c: c._replace(pool=c.pool.astype(jnp.float8_e5m2)), "a pool of float8_e5m2 without scales"),
+        (lambda c: c._replace(pool=c.pool[0]), "the pool has shape .*; it has 5 axes"),
+        (lambda c: c._replace(pool=[c.pool]), "the pool is a list"),
+        (
+            lambda c: c._replace(pool=QuantizedKV(c.pool.astype(int8), c.pool[..., 0].astype(bf16))),
+            "scales are of bfloat16; they are of float32",
+        ),
     ],
 )
 def test_bad_input_is_named_before_any_launch(change, message):
@@ -305,9 +346,18 @@ def test_bad_input_is_named_before_any_launch(change, message):
         call(change(small()))
 
 
-@pytest.mark.parametrize("options", [{"window": 0}, {"soft_cap": 0.0}, {"soft_cap": float("nan")}])
-def test_bad_options_are_named(options):
-    with pytest.raises(KernelError, match="above 0"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"window": window}, "integer above 0, or None") for window in (0, -3, 2.5)),
+        *(({"soft_cap": cap}, "finite number above 0, or None") for cap in (0.0, float("nan"), float("inf"))),
+        *(({"scale": scale}, f"scale is {scale}; it is a finite number") for scale in (float("nan"), float("inf"))),
+        *(({"layer": layer}, f"layer is {layer}; the pool's layers go from 0 to 1") for layer in (-1, 2, jnp.int32(7))),
+        *(({"layer": layer}, "it is an integer") for layer in (1.5, jnp.zeros(1, jnp.int32))),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(KernelError, match=message):
         call(small(), **options)
 
 
@@ -340,6 +390,7 @@ def test_forced_implementation_of_another_device_is_an_error():
         ("TPU v6 lite", Shape(256, 2, 2, 128), "pages of 256 tokens"),
         ("TPU v6 lite", Shape(16, 1, 17, 128), "17 query heads for a KV head"),
         ("TPU v6 lite", Shape(16, 1, 2, 128, bf16, f32), "queries of bfloat16 over a pool of float32"),
+        ("TPU v6 lite", Shape(16, 1, 2, 128, bf16, jnp.float16), "queries of bfloat16 over a pool of float16"),
     ],
 )
 def test_what_a_kernel_does_not_serve_is_refused_by_name(kind, shape, message):
@@ -352,3 +403,43 @@ def test_what_a_kernel_does_not_serve_is_refused_by_name(kind, shape, message):
 def test_rows_that_no_pool_of_a_tpu_has_are_refused():
     with described(Device("tpu", "TPU v6 lite")), pytest.raises(KernelError, match="rows of 64 elements"):
         call(small(), implementation="tpu")
+
+
+@pytest.mark.parametrize("kv_dtype", [f32, bf16, int8, fp8])
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize(("K", "G", "H"), [(1, 1, 64), (1, 16, 256), (8, 4, 128), (32, 1, 128), (64, 1, 128)])
+def test_blocks_that_are_guessed_can_be(K, G, H, page_size, kv_dtype):
+    device = Device("tpu", "TPU v6 lite")
+    pool = pool_spec(1, 8, page_size, K, H, kv_dtype, device)
+    layout = PageLayout.of(pool, K, H)
+    tpu.check_blocks(tpu.blocks_for("no such chip", layout, pool, G), layout, pool, G)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (tpu.Blocks(128, 128, 6), "a tile is a power of two"),
+        (tpu.Blocks(100, 128, 8), "a block is whole pages of 32 tokens"),
+        (tpu.Blocks(128, 0, 8), "a block is whole pages"),
+        (tpu.Blocks(1 << 15, 128, 8), r"they take \d+ bytes on the chip, of 50331648"),
+    ],
+)
+def test_blocks_that_cannot_be_are_named(blocks, message):
+    device = Device("tpu", "TPU v6 lite")
+    pool = pool_spec(1, 8, 32, 8, 128, bf16, device)
+    with pytest.raises(KernelError, match=message):
+        tpu.check_blocks(blocks, PageLayout.of(pool, 8, 128), pool, 4)
+
+
+def test_a_call_that_its_platforms_kernel_does_not_serve_is_logged_once(caplog):
+    device = Device("tpu", "TPU v6 lite")
+    case = random_case(0, [(3, 1)], Shape(256, 2, 2, 128), device)
+    with described(device):
+        for _ in range(2):
+            jax.eval_shape(lambda *case: call(Case(*case)), *case)
+    assert [record.getMessage() for record in caplog.records] == [
+        "paged_attention on TPU v6 lite is by xla "
+        "(tpu: pages of 256 tokens; with float32 the kernel takes multiples of 8 up to 128)"
+    ]
+    jax.eval_shape(lambda *case: call(Case(*case)), *small())
+    assert len(caplog.records) == 1  # a CPU has no kernel to miss
