@@ -18,7 +18,9 @@ from jaxinfer.kv_cache.pool import COPIES_PER_CALL
 from jaxinfer.sampling.logit_rules import SlotRules
 from jaxinfer.sampling.sampler import SampledTokens
 from jaxinfer.types import MAX_BAD_WORD_TOKENS, SlotEntry, StepPlan, StepTokens
-from pallas_kernels.paged_attention.layout import KV
+from pallas_kernels.dispatch import KernelError
+from pallas_kernels.paged_attention.api import check_step
+from pallas_kernels.paged_attention.layout import KV, values_of
 
 
 class MicroFlight(NamedTuple):
@@ -111,7 +113,14 @@ class Runner:
 
         Raises:
           NotCompiledError: no program holds as many tokens (counted as an engine bug).
+          KernelError: lengths do not fit each other, or a page is none of the pool's: kernels would go there.
         """
+        pool_shape = values_of(self.pools[0]).shape
+        ends = np.cumsum([0, *plan.query_lens])
+        kv_lens = plan.starts + plan.query_lens
+        check_step(plan.page_table, kv_lens, ends, plan.num_seqs, pool_shape=pool_shape, num_tokens=plan.num_tokens)
+        if len(plan.page_copies) and not 0 <= plan.page_copies.min() <= plan.page_copies.max() < pool_shape[1]:
+            raise KernelError(f"page copies {plan.page_copies.tolist()}; page ids go from 0 to {pool_shape[1] - 1}")
         micro = [(part, which, self._buffers(part)) for part, which in split_plan(plan, self._micro_batches)]
         if len(plan.page_copies):
             self._copy_pages(plan.page_copies)

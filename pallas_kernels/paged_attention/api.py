@@ -134,8 +134,10 @@ def check_step(
         if wrong.any():
             s = int(wrong.argmax())
             raise KernelError(f"kv_lens[{s}] is {lens[s]}, with {query_lens[s]} tokens in this step; limit: {limit}")
-    in_use = np.arange(M) * page_size < lens[:, None]
-    wrong = in_use & ((page_table_SM[:num_seqs] < 0) | (page_table_SM[:num_seqs] >= num_pages))
+    table = page_table_SM[:num_seqs]
+    if num_seqs == 0 or (table.min() >= 0 and table.max() < num_pages):
+        return
+    wrong = (np.arange(M) * page_size < lens[:, None]) & ((table < 0) | (table >= num_pages))
     if wrong.any():
         s, m = map(int, np.argwhere(wrong)[0])
         raise KernelError(f"page_table[{s}, {m}] is {page_table_SM[s, m]}; page ids go from 0 to {num_pages - 1}")

@@ -39,6 +39,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from jaxlib.mlir.dialects import math as math_dialect
 
 from pallas_kernels.dispatch import KernelError, current_device
+from pallas_kernels.paged_attention.gpu import MULTIPROCESSORS
 from pallas_kernels.quantized_matmul.weights import GroupedWeight, Weight
 from pallas_kernels.quantized_matmul.xla import minima_product
 from pallas_kernels.tuning import tuned_entries
@@ -46,7 +47,6 @@ from pallas_kernels.tuning import tuned_entries
 TILE_OUT = 256  # outputs of a computing warpgroup: 32 words, a row of shared memory as TMA swizzles it
 BLOCK_IN = 128  # inputs of a pipeline stage
 MAX_ROWS = 64  # rows of a tile: its float32 sums take 2 registers a row, of 232
-SMS = 132  # of an H100 SXM and of an H200
 SHARED_BYTES = 232448 - 2048  # a block's limit, less what barriers take
 
 # Words [inputs, 32] and results [rows, 256], as lanes hold them (see above).
@@ -83,14 +83,16 @@ def quantized_matmul(
     assert isinstance(w, GroupedWeight)
     assert activations is None
     T, (I, O) = x_TI.shape[0], w.shape  # noqa: E741
+    kind = current_device().kind
     if block is None:
-        block = block_for(current_device().kind, T, I, O, w.values_GJO.shape[1], _bytes_of_scales(w))
+        block = block_for(kind, T, I, O, w.values_GJO.shape[1], _bytes_of_scales(w))
     _check_block(block, I, w)
     words_IW = lax.bitcast_convert_type(w.values_GJO.reshape(I, O // 8, 8), jnp.int32)  # the same bytes: no copy
     direct = block.splits == 1 and w.minima_GO is None
     # More rows than a swizzled tile has must be whole such tiles; what is beyond an array's end is copied as 0.
     padded_TI = jnp.pad(x_TI, ((0, -T % 8 if T > 8 else 0), (0, 0)))
-    parts_STO = _kernel(padded_TI, words_IW, w, T, block, out_dtype if direct else jnp.dtype(jnp.float32))
+    parts_dtype = out_dtype if direct else jnp.dtype(jnp.float32)
+    parts_STO = _kernel(padded_TI, words_IW, w, T, block, parts_dtype, multiprocessors(kind))
     if direct:
         return parts_STO[0]
     y_TO = parts_STO.sum(0)
@@ -98,9 +100,9 @@ def quantized_matmul(
 
 
 # A program's equal layers share one, lowered once.
-@functools.partial(jax.jit, static_argnames=("T", "block", "out_dtype"))
+@functools.partial(jax.jit, static_argnames=("T", "block", "out_dtype", "num_sms"))
 def _kernel(
-    x_TI: jax.Array, words_IW: jax.Array, w: GroupedWeight, T: int, block: Block, out_dtype: jnp.dtype
+    x_TI: jax.Array, words_IW: jax.Array, w: GroupedWeight, T: int, block: Block, out_dtype: jnp.dtype, num_sms: int
 ) -> jax.Array:
     """The splits' parts of the product [splits, T, O], of the first T rows of x."""
     I = x_TI.shape[1]  # noqa: E741
@@ -109,7 +111,7 @@ def _kernel(
     steps, groups = pl.cdiv(I, BLOCK_IN), BLOCK_IN // J
     row_tiles, out_tiles = pl.cdiv(T, rows), pl.cdiv(O, TILE_OUT * warpgroups)
     num_tiles = row_tiles * out_tiles * splits
-    num_blocks = min(num_tiles, SMS)
+    num_blocks = min(num_tiles, num_sms)
     by_group = (w.scales_GO,) if w.zeros_GO is None else (w.scales_GO, w.zeros_GO)
     num_inputs = 2 + len(by_group)
 
@@ -323,6 +325,11 @@ def _difference(bits: ir.Value, less: ir.Value) -> ir.Value:
     return arith.subf(as_pair(bits), as_pair(less))
 
 
+def multiprocessors(kind: str) -> int:
+    """Of that kind of Hopper."""
+    return next((MULTIPROCESSORS[word] for word in kind.split() if word in MULTIPROCESSORS), 132)
+
+
 def block_for(kind: str, rows: int, inputs: int, outputs: int, group: int, bytes_of_scales: int) -> Block:
     """The block tuned for the chip and shape, of the least rows that are no fewer; else a guess.
 
@@ -335,14 +342,15 @@ def block_for(kind: str, rows: int, inputs: int, outputs: int, group: int, bytes
         if entry["shape"]["rows"] >= rows and entry["shape"] == {"rows": entry["shape"]["rows"], **matrix}:
             return Block(**entry["block"])
     # Small groups keep more scales and addresses in registers: with 64 rows hundreds of bytes a lane go to memory.
+    num_sms = multiprocessors(kind)
     tile_rows, warpgroups = min(pl.cdiv(rows, 8) * 8, MAX_ROWS if group >= 64 else 32), 2
     steps = pl.cdiv(inputs, BLOCK_IN)
     tiles = pl.cdiv(rows, tile_rows) * pl.cdiv(outputs, TILE_OUT * warpgroups)
-    step_bytes = SMS * warpgroups * BLOCK_IN * TILE_OUT / 2  # of weights, all blocks of threads together
+    step_bytes = num_sms * warpgroups * BLOCK_IN * TILE_OUT / 2  # of weights, all blocks of threads together
 
     def time(splits: int) -> float:
         parts = 8 * splits * rows * outputs / step_bytes if splits > 1 else 0
-        return pl.cdiv(tiles * splits, SMS) * (pl.cdiv(steps, splits) + 1.5) + parts
+        return pl.cdiv(tiles * splits, num_sms) * (pl.cdiv(steps, splits) + 1.5) + parts
 
     splits = min(range(1, steps + 1), key=time)
     block = Block(tile_rows, warpgroups, splits, stages=1)

@@ -25,14 +25,17 @@ def dequantize(w: Weight) -> jax.Array:
 def quantize_rows(x_TI: jax.Array, inputs_axis: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Each row to int8, its largest magnitude to 127: (values int8 [T, I], scale float32 [T, 1]).
 
+    A row with a NaN has the scale NaN, and one with an infinity that: no integer would show them.
+
     Args:
       inputs_axis: the mesh axis that the inputs are split over, if they are.
     """
     x_TI = x_TI.astype(jnp.float32)
     largest_T1 = jnp.max(jnp.abs(x_TI), axis=-1, keepdims=True)
     if inputs_axis is not None:
-        largest_T1 = lax.pmax(largest_T1, inputs_axis)
-    scale_T1 = jnp.where(largest_T1 > 0, largest_T1, 1.0) / 127
+        # Maxima between devices can pass over a NaN; its own device's part of the sum keeps it.
+        largest_T1 = jnp.where(jnp.isnan(largest_T1), largest_T1, lax.pmax(largest_T1, inputs_axis))
+    scale_T1 = jnp.where(largest_T1 == 0, 1.0, largest_T1) / 127
     return jnp.round(x_TI / scale_T1).astype(jnp.int8), scale_T1
 
 

@@ -2,30 +2,33 @@
 
 Which form serves, as the compilers for the chips show:
 
-- int8 per output: the matmul reads int8 and the scale multiplies its result. No weight is stored in floats anywhere.
+- int8 and float8 per output: the matmul reads 8 bits and the scale multiplies its result. No weight is stored in floats
+  anywhere. Ampere has no float8, and XLA would store what it converts itself: there integers make the floats.
 - groups on TPU: the dequantized weight lives in the matmul's fusion alone.
 - groups on GPU (Ampere, and what the Hopper kernel refuses): XLA stores the dequantized weight, 4.5 bytes of traffic
   a weight instead of 0.5, unless the product is taken group by group and the partial sums scaled, which costs
   8 T / J bytes a weight instead: less while T < J / 2. A loop over chunks of the weight is no way out: XLA transposes
-  the whole int4 weight ahead of it.
+  the whole int4 weight ahead of it. `stores_floats` says what is stored.
 - the CPU: chunks of outputs, dequantized into the cache, two to three times faster than the whole. Under 8 rows in
   float32, for bfloat16 is slow there.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import current_device
+from pallas_kernels.dispatch import Device, current_device
 from pallas_kernels.quantized_matmul.reference import group_sums, quantize_rows
 from pallas_kernels.quantized_matmul.weights import ChannelWeight, GroupedWeight, Weight
 
 CPU_CHUNK_BYTES = 4 << 20  # of dequantized weight: about what stays in a core's cache
 CPU_ROWS = 8  # with fewer, bfloat16 and int8 products are slow on the CPU
+AMPERE = re.compile(r"\b(A\d+[A-Z]?|RTX 30\d\d)\b")
 
 
 def quantized_matmul(
@@ -47,6 +50,39 @@ def quantized_matmul(
     return y_TO.astype(out_dtype)
 
 
+def stores_floats(device: Device, rows: int, w: Weight) -> bool:
+    """Whether XLA, on a GPU of Ampere or later, writes the weight out in 16 bits or more ahead of the product.
+
+    Args:
+      w: the weight, or anything with its shapes and dtypes.
+    """
+    values = w.values_IO if isinstance(w, ChannelWeight) else w.values_GJO
+    if isinstance(w, GroupedWeight):
+        if rows >= values.shape[1] / 2:
+            return True  # dequantized whole
+        if rows == 1:
+            return False  # no matmul but a sum, whose fusion reads anything
+        if values.dtype == jnp.uint4:
+            return True
+    # Before 0.12 XLA does not fuse the bitcast in `_floats`.
+    return _float8_by_integers(device, values.dtype) and jax.__version_info__ < (0, 12)
+
+
+def _float8_by_integers(device: Device, dtype: jnp.dtype) -> bool:
+    return dtype == jnp.float8_e4m3fn and device.platform == "gpu" and AMPERE.search(device.kind) is not None
+
+
+def _floats(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The weight's values in x's dtype, in a form that XLA fuses into the product. A float8 NaN can become infinite."""
+    if not _float8_by_integers(current_device(), values.dtype):
+        return values.astype(dtype)
+    # e4m3's sign, exponent and mantissa, as a float16's, are its number over 2^8. XLA fuses a chain of 16-bit
+    # operations by constants; no shift, no select. Times 144 NaN's bits (480) overflow, while 448 and below stay exact.
+    bits = lax.bitcast_convert_type(values, jnp.int8).astype(jnp.int16)
+    halves = lax.bitcast_convert_type(bits * 128 & ~0x4000, jnp.float16) * (256 * 144)
+    return halves.astype(dtype) * (1 / 144)
+
+
 def _einsum(axes: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """In float32 all digits count; products of bfloat16 are exact, their sums float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -62,7 +98,7 @@ def _int8_arithmetic(x_TI: jax.Array, w: ChannelWeight, inputs_axis: str | None,
 
 
 def _int8(x_TI: jax.Array, w: ChannelWeight) -> jax.Array:
-    return _einsum("ti,io->to", x_TI, w.values_IO.astype(x_TI.dtype)) * w.scale_O.astype(jnp.float32)
+    return _einsum("ti,io->to", x_TI, _floats(w.values_IO, x_TI.dtype)) * w.scale_O.astype(jnp.float32)
 
 
 def _whole(x_TI: jax.Array, w: GroupedWeight) -> jax.Array:
@@ -82,7 +118,7 @@ def _by_groups(x_TI: jax.Array, w: GroupedWeight) -> jax.Array:
     """Integers are exact in bfloat16 and the scales multiply float32 sums: nothing is rounded on the way."""
     G, J, _ = w.values_GJO.shape
     # XLA's fusion on GPUs reads int4 as it is; with zero points taken off first, or uint4, it would store bfloat16.
-    sums_GTO = _einsum("tgj,gjo->gto", x_TI.reshape(-1, G, J), w.values_GJO.astype(x_TI.dtype))
+    sums_GTO = _einsum("tgj,gjo->gto", x_TI.reshape(-1, G, J), _floats(w.values_GJO, x_TI.dtype))
     if w.zeros_GO is not None:
         sums_GTO -= group_sums(x_TI, w).T[:, :, None] * w.zeros_GO.astype(jnp.float32)[:, None]
     y_TO = jnp.sum(sums_GTO * w.scales_GO.astype(jnp.float32)[:, None], axis=0)

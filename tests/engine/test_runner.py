@@ -11,6 +11,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.runner import Runner
 from jaxinfer.errors import NotCompiledError
 from jaxinfer.types import SAMPLING_ROW, StepPlan
+from pallas_kernels.dispatch import KernelError
 
 
 def make_plan(lens: list[int], sampled: list[bool], *, copies: int = 0, num_logprobs: int = -1) -> StepPlan:
@@ -83,6 +84,18 @@ def test_a_step_larger_than_every_program(runner: Runner, lens: list[int], what:
     with pytest.raises(NotCompiledError, match=what):
         runner.dispatch(make_plan(lens, [True] * len(lens)))
     runner.read(runner.dispatch(make_plan([4], [True])))
+
+
+@pytest.mark.parametrize("page", [-1, 1 << 20])
+@pytest.mark.parametrize("where", ["page_table", "page_copies"])
+def test_a_page_that_the_pool_has_not_reaches_no_device(runner: Runner, where: str, page: int):
+    plan = make_plan([5, 9], [True, True], copies=1)
+    getattr(plan, where)[0, 1] = page
+    before = [np.asarray(pool) for pool in runner.pools]
+    with pytest.raises(KernelError, match=f"{page}.*page ids go from 0 to"):
+        runner.dispatch(plan)
+    for pool, same in zip(runner.pools, before, strict=True):
+        np.testing.assert_array_equal(np.asarray(pool), same)
 
 
 def test_what_was_recorded_can_be_replayed(runner: Runner):

@@ -205,7 +205,7 @@ def test_mosaic_gpu_walks_its_tiles(interpreted, case, rows, warpgroups, splits,
 
 
 def test_mosaic_gpu_gives_a_block_of_threads_several_tiles(interpreted, monkeypatch):
-    monkeypatch.setattr(gpu, "SMS", 2)
+    monkeypatch.setitem(gpu.MULTIPROCESSORS, "cpu", 2)
     rng = np.random.default_rng(1)
     w, x = grouped_weight(rng, 3, 128, 768, "uint4", "zeros"), jnp.asarray(rng.standard_normal((20, 384)), jnp.bfloat16)
     got = gpu.quantized_matmul(x, w, out_dtype=jnp.dtype(jnp.float32), block=gpu.Block(16, 1, 2, 2))
