@@ -231,6 +231,13 @@ def test_page_tables_beyond_scalar_memory_take_several_launches(monkeypatch):
     assert str(program).count("name=paged_attention_write") == 3
 
 
+@pytest.mark.parametrize(("writes", "tokens"), [(2, 45), (6, 46)])  # no other test has as many tokens
+def test_fewer_blocks_under_way_write_the_same(monkeypatch, writes, tokens):
+    monkeypatch.setattr(tpu, "WRITES", writes)
+    case = partial(random_case, 8, [(20, 1), (3, 37), (60, 1), (15, 2)], Shape(16, 1, 2, 128, f32, int8), T=tokens)
+    assert_equals_reference("tpu", case)
+
+
 def test_a_page_table_row_beyond_scalar_memory_is_refused():
     device = Device("tpu", "TPU v6 lite")
     case = random_case(0, [(3, 1)], Shape(16, 2, 2, 128), device, M=tpu.TABLE_ENTRIES + 1)
