@@ -1,12 +1,13 @@
 """Times the kernels on this device, each beside its floor and beside what one would otherwise call.
 
-    python scripts/bench_kernels.py [--only NAME] [--json] [--tiny]
+    python scripts/bench_kernels.py [--only NAME] [--minutes 6] [--json] [--tiny]
 
-First each case, made small, is compared with the float32 reference; one that is wrong is not timed. The floor of a
+First everything is compared with the float32 reference (`check_kernels.py`); what is wrong is not timed. The floor of a
 case is its bytes over the rate of a copy measured here, or its operations over the rate of a bfloat16 matmul measured
 here, whichever takes longer. Several calls, on operands that do not fit the caches together, run in one compiled
-program; the time is the median of several runs, divided by the calls. On a GPU all takes a few minutes, most of it
-compiling. `--tiny` shrinks every shape, to try the script where there is no accelerator; its times mean nothing.
+program; the time is the median of several runs, divided by the calls. Most of the minutes go to compiling; what they
+are not enough for is listed as skipped. `--tiny` shrinks every shape, to try the script where there is no accelerator;
+its times mean nothing. The exit status is 1 if anything was wrong or failed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from check_kernels import run_checks, served
 
 from pallas_kernels.dispatch import current_device
 from pallas_kernels.paged_attention import paged_attention, pool_spec
@@ -33,6 +35,7 @@ from pallas_kernels.quantized_matmul import ChannelWeight, GroupedWeight, quanti
 bf16 = jnp.bfloat16
 RUNS = 7
 CACHE_BYTES = 256 << 20  # operands of a program together; more than any chip's last cache
+MOST_LAYERS = 4  # of a pool, since one may take gigabytes
 PAGE_SIZE = 64
 MATRICES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}  # Llama-3-8B
 
@@ -45,7 +48,9 @@ class Case(NamedTuple):
         argument, as the pool is, returns first what takes its place.
       bytes, flops: of a call, at least.
       call_bytes: of the operands of a call, all of which a cache could keep.
-      check: the largest difference from the reference on a small case, and what is allowed.
+      most_calls: of a program; memory or compiling set a limit.
+      checked: which checks must have passed, as "attention int8"; None where nothing of ours runs.
+      served: what implementation serves, as `check_kernels.served` says.
     """
 
     name: str
@@ -53,14 +58,16 @@ class Case(NamedTuple):
     bytes: float
     flops: float
     call_bytes: float
-    check: Callable[[], tuple[float, float]] | None = None
+    most_calls: int = 32
+    checked: str | None = None
+    served: Callable[[], dict[str, Any]] = dict
     peer: str | None = None  # name of the case that it stands beside
     donates: bool = False
 
 
 def seconds_of(case: Case) -> float:
     """Median seconds of a call."""
-    calls = max(2, min(32, math.ceil(CACHE_BYTES / case.call_bytes)))
+    calls = min(max(2, math.ceil(CACHE_BYTES / case.call_bytes)), case.most_calls)
     program, args = case.build(calls)
     times = []
     for _ in range(1 + RUNS):
@@ -135,21 +142,18 @@ def attention(name: str, lens: list[tuple[int, int]], kv_dtype: Any, tiny: bool)
         return program
 
     def build(calls: int):
-        calls = min(calls, 4)  # layers of a pool of this size
         q, k, v, pool, step = attention_step(N, K, H, lens, kv_dtype, calls)
         return jax.jit(call(calls), donate_argnums=0), (pool, q, k, v, step)
 
-    def check() -> tuple[float, float]:
-        small = [(min(b, 200), min(n, 70)) for b, n in lens[:5]]
-        q, k, v, pool, step = attention_step(N, K, H, small, kv_dtype, 1)
-        args = (pool, q, k, v, step)
-        out = jax.jit(call(1))(*args)[1]
-        want = jax.jit(call(1, "reference"))(*args)[1]
-        # Outputs are near 1 and bfloat16 keeps 8 bits.
-        return float(jnp.max(jnp.abs(out.astype(jnp.float32) - want.astype(jnp.float32)))), 0.03
+    def by() -> dict[str, Any]:
+        q, k, v, pool, step = jax.eval_shape(partial(attention_step, N, K, H, lens, kv_dtype, 1))
+        one = lambda *args, implementation: call(1, implementation)(*args)
+        return served(one, (pool, q, k, v, step), ("tpu", "gpu", "xla"))
 
     moved = live * token_bytes + 4 * tokens * N * H
-    cases = [Case(name, build, moved, 4 * N * H * pairs, live * token_bytes, check, donates=True)]
+    flops, read = 4 * N * H * pairs, live * token_bytes
+    checked = f"attention {jnp.dtype(kv_dtype).name}"
+    cases = [Case(name, build, moved, flops, read, MOST_LAYERS, checked, by, donates=True)]
     if kv_dtype != bf16:
         return cases
 
@@ -157,7 +161,7 @@ def attention(name: str, lens: list[tuple[int, int]], kv_dtype: Any, tiny: bool)
         B, most = len(lens), max(b + n for b, n in lens)
         T = max(n for _, n in lens)
         q = random(0, (B, T, N, H))
-        kv = [(random(2 * i, (B, most, K, H)), random(2 * i + 1, (B, most, K, H))) for i in range(min(calls, 4))]
+        kv = [(random(2 * i, (B, most, K, H)), random(2 * i + 1, (B, most, K, H))) for i in range(calls)]
         kv_lens = jnp.asarray([b + n for b, n in lens], jnp.int32)
         cudnn = current_device().platform == "gpu"
 
@@ -171,8 +175,7 @@ def attention(name: str, lens: list[tuple[int, int]], kv_dtype: Any, tiny: bool)
 
         return jax.jit(program), (q, kv)
 
-    cases.append(Case(f"{name}: jax.nn, dense", dense, cases[0].bytes, cases[0].flops, cases[0].call_bytes, peer=name))
-    return cases
+    return [*cases, Case(f"{name}: jax.nn, dense", dense, moved, flops, read, MOST_LAYERS, peer=name)]
 
 
 @jax.jit
@@ -206,18 +209,17 @@ def matmul(matrix: str, rows: int, kind: str, tiny: bool) -> Case:
         x = random(0, (rows, I))
         return jax.jit(lambda x, ws: [multiply(x, w) for w in ws]), (x, [weight(kind, I, O, i) for i in range(calls)])
 
-    def check() -> tuple[float, float]:
-        x, w = random(0, (rows, I)), weight(kind, I, O, 1)
-        out, want = (
-            jax.jit(lambda x, w, i=i: multiply(x, w, i))(x, w).astype(jnp.float32) for i in (None, "reference")
-        )
-        # XLA's form rounds weights to bfloat16, the result is rounded in any case: 2**-8 of the largest each.
-        return float(jnp.max(jnp.abs(out - want)) / jnp.max(jnp.abs(want))), 2**-7
+    def by() -> dict[str, Any]:
+        arrays = jax.eval_shape(lambda: (random(0, (rows, I)), weight(kind, I, O, 0)))
+        return served(multiply, arrays, ("mosaic_gpu", "xla"))
 
     name = f"matmul {matrix} rows {rows} {kind}"
-    peer = None if kind == "bfloat16" else f"matmul {matrix} rows {rows} bfloat16"
     moved = weight_bytes + 2 * rows * (I + O)
-    return Case(name, build, moved, 2 * rows * I * O, weight_bytes, None if kind == "bfloat16" else check, peer)
+    flops = 2 * rows * I * O
+    if kind == "bfloat16":
+        return Case(name, build, moved, flops, weight_bytes)
+    peer = f"matmul {matrix} rows {rows} bfloat16"
+    return Case(name, build, moved, flops, weight_bytes, checked=f"matmul {kind}", served=by, peer=peer)
 
 
 def cases(tiny: bool) -> list[Case]:
@@ -239,43 +241,56 @@ def cases(tiny: bool) -> list[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the kernels beside their floors.")
     parser.add_argument("--only", default="", help="cases whose name holds this, and those that they stand beside")
+    parser.add_argument("--minutes", type=float, default=6, help="no case is begun after so many")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     say = lambda text: print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
-    device = jax.devices()[0]
+    device, deadline = jax.devices()[0], time.perf_counter() + 60 * args.minutes
+    every = cases(args.tiny)
+    wanted = {case.peer for case in every if args.only in case.name} | {c.name for c in every if args.only in c.name}
+    chosen = [case for case in every if case.name in wanted]
+    say(f"{device.device_kind}, jax {jax.__version__}")
+    stand_for = {case.checked for case in chosen}
+    checks = list(run_checks(args.tiny, lambda what: not args.only or what in stand_for, say))
     best = roofs(args.tiny)
     copy = best["copy"].bytes / seconds_of(best["copy"])
     flops = best["matmul"].flops / seconds_of(best["matmul"])
-    say(f"{device.device_kind}, jax {jax.__version__}: copy {copy / 1e9:.0f} GB/s, matmul {flops / 1e12:.1f} TFLOP/s")
+    say(f"copy {copy / 1e9:.0f} GB/s, matmul {flops / 1e12:.1f} TFLOP/s")
     say(f"{'case':44s} {'us':>9s} {'floor':>9s} {'of it':>6s}  beside")
-    every = cases(args.tiny)
-    wanted = {case.peer for case in every if args.only in case.name} | {c.name for c in every if args.only in c.name}
     rows: list[dict[str, Any]] = []
-    for case in (case for case in every if case.name in wanted):
-        row: dict[str, Any] = {"case": case.name, "bytes": case.bytes, "flops": case.flops}
+    for case in chosen:
+        row = {"case": case.name, "bytes": case.bytes, "flops": case.flops}
         rows.append(row)
-        try:
-            if case.check is not None:
-                difference, allowed = case.check()
-                row |= {"difference": difference, "allowed": allowed}
-                if not difference <= allowed:
-                    row["error"] = f"off by {difference:.4f}, allowed {allowed:.4f}"
-                    say(f"{case.name:44s} WRONG: {row['error']}")
-                    continue
-            row["us"] = seconds_of(case) * 1e6
-        except Exception as error:  # a case that this device cannot run is a row that says so
-            row["error"] = f"{type(error).__name__}: {error}"[:300]
-            say(f"{case.name:44s} {row['error'][:120]}")
+        row |= timed(case, deadline, [check for check in checks if check["of"] == case.checked])
+        if "us" not in row:
+            say(f"{case.name:44s} {row.get('error') or row['skipped']}")
             continue
         row["floor_us"] = max(case.bytes / copy, case.flops / flops) * 1e6
         beside = next((other for other in rows if other["case"] == case.peer and "us" in other), None)
         text = "" if beside is None else f"{beside['us'] / row['us']:.2f} times as fast as {beside['case']}"
+        text += "".join(f"; by XLA, since {reason}" for reason in row.get("passed_over", ()))
         say(f"{case.name:44s} {row['us']:9.1f} {row['floor_us']:9.1f} {row['floor_us'] / row['us']:6.0%}  {text}")
     if args.json:
         print(json.dumps({"device": device.device_kind, "jax": jax.__version__, "copy_bytes_per_s": copy,
-                          "matmul_flops_per_s": flops, "rows": rows}, indent=1))  # fmt: skip
-    sys.exit(any("difference" in row and "error" in row for row in rows))
+                          "matmul_flops_per_s": flops, "checks": checks, "rows": rows}, indent=1))  # fmt: skip
+    skipped = sum("skipped" in row for row in rows)
+    if skipped:
+        say(f"{skipped} of {len(rows)} cases were skipped: --minutes {args.minutes:g} were not enough")
+    sys.exit(any("error" in row for row in (*checks, *rows)))
+
+
+def timed(case: Case, deadline: float, checks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a case's row says besides its sizes: "us", or why there is none."""
+    wrong = [check["check"] for check in checks if "error" in check]
+    if wrong or (case.checked and not checks):
+        return {"error": f"not timed: {wrong[0]} is wrong" if wrong else f"not timed: nothing checks {case.checked}"}
+    if time.perf_counter() > deadline:
+        return {"skipped": "no time left"}
+    try:
+        return case.served() | {"us": seconds_of(case) * 1e6}
+    except Exception as error:  # a case that this device cannot run is a row that says so
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
 if __name__ == "__main__":
