@@ -30,9 +30,10 @@ from pallas_kernels.quantized_matmul import ChannelWeight, GroupedWeight, quanti
 bf16, int8, fp8 = jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn
 # Largest difference in units of the outputs' root mean square, of which the largest outputs are some five: bfloat16
 # rounds these by 2**-9 of themselves, 0.01, and weights before their product with values, or XLA's dequantized ones,
-# by as much, which adds up to 0.01 more at five sigma. What is wrong is off by 1. XLA's attention rounds keys of 8 bits
-# times their scales to bfloat16: scores of four sigma, and so weights, are off by up to 0.02 more.
-ALLOWED, ALLOWED_OF_8_BITS = 0.03, 0.06
+# by as much, which adds up to 0.01 more at five sigma. What is wrong is off by 1. XLA's attention, unlike the kernels,
+# rounds keys of 8 bits times their scales to bfloat16: scores of four sigma, and so weights, are off by up to 0.02, and
+# the largest outputs by five times that.
+ALLOWED, ALLOWED_OF_XLA_IN_8_BITS = 0.03, 0.1
 PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "mosaic_gpu": "gpu"}  # implementation -> what it is for
 CHUNK = 32  # query tokens at a time of the reference, which gathers every token's pages
 
@@ -157,7 +158,8 @@ def check_attention(shape: AttentionShape, lens: tuple[tuple[int, int], ...]) ->
     pool, out = jax.jit(call)(*arrays)
     want_pool, want = attention_truth(shape, step)
     compare_pools(pool, want_pool)
-    allowed = ALLOWED_OF_8_BITS if jnp.dtype(shape.kv).itemsize == 1 else ALLOWED
+    rounds_keys = row["implementation"] == "xla" and jnp.dtype(shape.kv).itemsize == 1
+    allowed = ALLOWED_OF_XLA_IN_8_BITS if rounds_keys else ALLOWED
     return row | {"difference": difference(out, want), "allowed": allowed}
 
 

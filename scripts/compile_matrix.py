@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 TPUS = ("v5e", "v5p", "v6e", "7x")
 HOPPERS = ("h100", "h200")
+NO_KERNEL = ("a100-80g", "b200")
 MODELS = ("llama-3-8b", "llama-3-70b", "mistral-7b", "qwen2-7b", "qwen2-72b", "smollm2-135m-instruct")
 TENSOR = (1, 2, 4, 8)
 ATTENTION: dict[str, tuple] = {
@@ -45,9 +46,15 @@ MATMUL: dict[str, tuple] = {
     "matrix": ("qkv", "o", "gate_up", "down"),
     "rows": (1, 64, 2048),
 }
-INT4 = {"weight": ("int4", "int4 zeros", "int4 minima"), "group": (32, 64, 128)}
+INT4 = {"weight": ("int4", "int4 zeros", "int4 minima"), "group": (16, 32, 64, 128)}
+XLA_MATMUL = {
+    **MATMUL,
+    "model": tuple(name for name in MODELS if name != "mistral-7b"),  # its matrices are llama-3-8b's
+    "weight": ("int8", "w8a8", "fp8", "fp8 groups", *INT4["weight"]),
+}
 # XLA's form is one program whatever the heads and pages.
 PLAIN = {"model": ("llama-3-8b", "mistral-7b"), "tensor": (1,), "page_size": (32,), "tokens": (64,)}
+SLOW = {"model": ("llama-3-8b",), "kv": ("bfloat16", "int8"), "soft_cap": (None,)}  # each takes ten seconds
 
 
 class Kernel(NamedTuple):
@@ -71,11 +78,18 @@ class Kernel(NamedTuple):
 KERNELS: dict[str, Kernel] = {
     "paged_attention.tpu": Kernel("tpu", {"chip": TPUS, **ATTENTION}, in_turn=("tokens", "soft_cap")),
     "paged_attention.gpu": Kernel("gpu", {"chip": HOPPERS, **ATTENTION}, in_turn=("chip", "tokens", "soft_cap")),
-    "paged_attention.xla": Kernel("gpu", {"chip": ("a100-80g", "b200"), **ATTENTION, **PLAIN}, pairs=True),
+    "paged_attention.xla.gpu": Kernel("gpu", {"chip": NO_KERNEL, **ATTENTION, **PLAIN}, pairs=True),
+    "paged_attention.xla.tpu": Kernel("tpu", {"chip": ("v4",), **ATTENTION, **PLAIN, **SLOW}, pairs=True),
     "quantized_matmul.mosaic_gpu": Kernel("gpu", {"chip": HOPPERS, **MATMUL, **INT4}, in_turn=("chip",)),
-    "quantized_matmul.xla": Kernel(
+    # On Hopper XLA serves 4 bits as well, where outputs are no multiple of the kernel's.
+    "quantized_matmul.xla.gpu": Kernel(
+        "gpu",
+        {"chip": ("a100-40g", *NO_KERNEL, "h200"), **XLA_MATMUL, "rows": (1, 16, 2048), "group": (32, 128)},
+        pairs=True,
+    ),
+    "quantized_matmul.xla.tpu": Kernel(
         "tpu",
-        {"chip": TPUS, **MATMUL, "rows": (1, 64), "weight": ("int8", "w8a8", *INT4["weight"]), "group": (128,)},
+        {"chip": ("v4", *TPUS), **XLA_MATMUL, "rows": (1, 64), "group": (128,)},
         pairs=True,
     ),
 }
@@ -140,7 +154,7 @@ class Program(NamedTuple):
 
 
 def program_of(kernel: str, each: dict[str, Any]) -> Program:
-    op, implementation = kernel.split(".")
+    op, implementation, *_ = kernel.split(".")
     return (_attention if op == "paged_attention" else _matmul)(implementation, each)
 
 
@@ -188,12 +202,16 @@ def _matmul(implementation: str, each: dict[str, Any]) -> Program:
     spec = jax.ShapeDtypeStruct
     kind, groups = each["weight"], -(-inputs // each["group"])
     inputs = groups * each["group"]  # padded to whole groups
-    if kind in ("int8", "w8a8"):
-        w: Any = ChannelWeight(spec((inputs, outputs), jnp.int8), spec((outputs,), jnp.float32))
+    fp8 = jnp.float8_e4m3fn
+    values = {"int8": jnp.int8, "w8a8": jnp.int8, "fp8": fp8, "fp8 groups": fp8, "int4 minima": jnp.uint4}.get(
+        kind, jnp.int4
+    )
+    if kind in ("int8", "w8a8", "fp8"):
+        w: Any = ChannelWeight(spec((inputs, outputs), values), spec((outputs,), jnp.float32))
     else:
         by_group = lambda dtype: spec((groups, outputs), dtype)
         w = GroupedWeight(
-            spec((groups, each["group"], outputs), jnp.uint4 if kind == "int4 minima" else jnp.int4),
+            spec((groups, each["group"], outputs), values),
             by_group(jnp.bfloat16),
             by_group(jnp.int8) if kind == "int4 zeros" else None,
             by_group(jnp.bfloat16) if kind == "int4 minima" else None,

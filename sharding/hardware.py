@@ -55,8 +55,8 @@ class Chip:
     """One accelerator, as JAX shows it: every figure is of one JAX device.
 
     A v4 or v5p chip is one device (its two cores run as one, "megacore"); a 7x chip is two devices, so that each has
-    half of the chip's memory, bandwidth, peaks and links. GPU figures are of the SXM modules; PCIe cards of the
-    same name can have less bandwidth, and have NVLink only over a bridge.
+    half of the chip's memory, bandwidth, peaks and links. GPU figures are of the SXM modules alone: PCIe
+    cards can have less bandwidth (A100 of 80 GB: 1935 GB/s for 2039), and have NVLink only over a bridge of two.
 
     Attributes:
       device_kinds: what JAX calls its devices; the first is what a described device says.
@@ -217,7 +217,7 @@ _CHIPS = (
     Chip(
         name="a100-40g",
         platform="gpu",
-        device_kinds=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+        device_kinds=("NVIDIA A100-SXM4-40GB",),
         memory_bytes=40 * GB,
         usable_bytes=42331013120,
         memory_bandwidth=1555 * GB,
@@ -231,7 +231,7 @@ _CHIPS = (
     Chip(
         name="a100-80g",
         platform="gpu",
-        device_kinds=("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
+        device_kinds=("NVIDIA A100-SXM4-80GB",),
         memory_bytes=80 * GB,
         usable_bytes=85100068864,
         memory_bandwidth=2039 * GB,

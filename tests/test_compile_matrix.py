@@ -13,6 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import compile_matrix
 from compile_matrix import KERNELS, combinations, pairs_of
 
+from pallas_kernels.quantized_matmul import GROUP_SIZES
+from sharding.hardware import CHIPS
+
 VERSIONS = 2
 
 
@@ -28,7 +31,7 @@ def test_every_two_values_that_can_go_together_do(name, sample):
     found = combinations(KERNELS[name], VERSIONS, sample)
     assert set().union(*map(pairs_of, found)) == possible_pairs(KERNELS[name])
     assert len({tuple(each.items()) for each in found}) == len(found)
-    assert not sample or len(found) <= 40
+    assert not sample or len(found) <= 45
 
 
 @pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if not kernel.pairs])
@@ -42,12 +45,21 @@ def test_the_whole_has_all_that_is_not_taken_in_turn(name):
     assert set(found) == {tuple(each.items()) for each in every if compile_matrix._possible(each)}
 
 
+def test_all_chips_and_weights_are_compiled_for():
+    of = lambda name, factor: set(KERNELS[name].factors[factor])
+    assert set().union(*(of(name, "chip") for name in KERNELS)) == set(CHIPS)
+    by_xla = of("quantized_matmul.xla.gpu", "chip") | of("quantized_matmul.xla.tpu", "chip")
+    assert by_xla == set(CHIPS) - {"h100"}  # to XLA an h200
+    assert of("quantized_matmul.mosaic_gpu", "group") == set(GROUP_SIZES)
+    assert {"fp8", "fp8 groups"} < of("quantized_matmul.xla.gpu", "weight") == of("quantized_matmul.xla.tpu", "weight")
+
+
 def test_programs_are_equal_where_nothing_in_them_differs():
     each = combinations(KERNELS["quantized_matmul.mosaic_gpu"], 1, False)[0]
     key = lambda **change: compile_matrix.program_of("quantized_matmul.mosaic_gpu", each | change).key("h200")
     assert each["model"] == "llama-3-8b"
     assert key() == key(model="mistral-7b")
-    others = [{"model": "llama-3-70b"}, {"tensor": 2}, {"rows": 3}, {"weight": "int4 zeros"}, {"group": 16}]
+    others = [{"model": "llama-3-70b"}, {"tensor": 2}, {"rows": 3}, {"weight": "int4 zeros"}, {"group": 32}]
     assert len({key(), *(key(**change) for change in others)}) == 6
 
 

@@ -171,13 +171,13 @@ def _checked_out_dtype(out_dtype: Any) -> jnp.dtype:
 
 
 def _check_axis(inputs_axis: Any) -> None:
+    message = f"inputs_axis is {inputs_axis!r}; it is None, or under shard_map the name of one of the mesh's axes"
+    if not isinstance(inputs_axis, str):
+        raise KernelError(message)
     try:
         lax.axis_size(inputs_axis)
-    except (NameError, TypeError) as error:
-        raise KernelError(
-            f"inputs_axis is {inputs_axis!r}, which is no axis here; under shard_map it names one that inputs are split"
-            " over, elsewhere it is None"
-        ) from error
+    except NameError as error:
+        raise KernelError(message) from error
 
 
 def _names(dtypes: tuple[jnp.dtype, ...]) -> str:

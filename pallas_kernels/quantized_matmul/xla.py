@@ -53,6 +53,8 @@ def quantized_matmul(
 def stores_floats(device: Device, rows: int, w: Weight) -> bool:
     """Whether XLA, on a GPU of Ampere or later, writes the weight out in 16 bits or more ahead of the product.
 
+    So say the chips' compilers. With one row they may besides do so for a matrix of under some 4 million.
+
     Args:
       w: the weight, or anything with its shapes and dtypes.
     """

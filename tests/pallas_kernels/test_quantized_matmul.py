@@ -6,6 +6,8 @@ m = sum(|x| |w|), |w| counted part by part (value, zero point, minimum):
 - sums in float32 of up to a few hundred terms, in any order: 2^-16 m;
 - a weight rounded to bfloat16 before the product (XLA's dequantizing forms on bfloat16 rows): 2^-8 m more;
 - a result rounded to bfloat16: 2^-8 |y| more.
+
+All values of 4 and 8 bits, float8 included (4 significant bits), are exact in bfloat16: they add nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.experimental import mosaic
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Device, KernelError
@@ -33,14 +37,24 @@ SUM_ERROR, BF16 = 2.0**-16, 2.0**-8
 DEVICES = {"cpu": Device("cpu", "cpu"), "gpu": Device("gpu", "NVIDIA A100-SXM4-80GB"), "tpu": Device("tpu", "TPU v5e")}
 OUTPUTS = st.sampled_from([1, 33, 90])
 # Few shapes, each compiled once: (rows, inputs, outputs).
-INT8_SHAPES = st.sampled_from([(1, 1, 1), (1, 300, 90), (7, 65, 33), (8, 16, 64), (33, 129, 2), (70, 256, 90)])
-LEAST = {"int4": -8, "uint4": 0, "int8": -128}
+CHANNEL_SHAPES = st.sampled_from([(1, 1, 1), (1, 300, 90), (7, 65, 33), (8, 16, 64), (33, 129, 2), (70, 256, 90)])
+FLOAT8 = "float8_e4m3fn"
+LEAST = {"int4": -8, "uint4": 0, "int8": -128, FLOAT8: -8}  # of float8, the zero points' alone
 MANY = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def int8_weight(rng: np.random.Generator, I: int, O: int, spread: float = 1.0) -> ChannelWeight:  # noqa: E741
-    return ChannelWeight(jnp.asarray(rng.integers(-128, 128, (I, O)), jnp.int8), scales(rng, (O,), jnp.float32, spread))
+def random_values(rng: np.random.Generator, shape: tuple[int, ...], values: str) -> jax.Array:
+    """Any that there are, but no NaN."""
+    if values == FLOAT8:
+        bits = rng.integers(0, 256, shape, np.uint8)
+        return jnp.asarray(np.where(bits & 127 == 127, bits - 1, bits).view(ml_dtypes.float8_e4m3fn))
+    least, steps = LEAST[values], 256 if values == "int8" else 16
+    return jnp.asarray(rng.integers(least, least + steps, shape), jnp.dtype(values))
+
+
+def channel_weight(rng: np.random.Generator, I: int, O: int, values="int8", spread: float = 1.0) -> ChannelWeight:  # noqa: E741
+    return ChannelWeight(random_values(rng, (I, O), values), scales(rng, (O,), jnp.float32, spread))
 
 
 def grouped_weight(
@@ -58,7 +72,7 @@ def grouped_weight(
     zeros = rng.integers(least, min(least + steps + 1, 128), (G, O)) if kind == "zeros" else None
     scale = scales(rng, (G, O), dtype, spread)
     return GroupedWeight(
-        jnp.asarray(rng.integers(least, least + steps, (G, J, O)), jnp.dtype(values)),
+        random_values(rng, (G, J, O), values),
         scale,
         None if zeros is None else jnp.asarray(zeros, jnp.int8),
         (scale.astype(jnp.float32) * rng.uniform(-8, 8, (G, O))).astype(dtype) if kind == "minima" else None,
@@ -113,6 +127,17 @@ def grouped_cases(draw, outputs=OUTPUTS, values=("int4", "uint4", "int8"), dtype
 @given(case=grouped_cases())
 @MANY
 def test_xla_multiplies_grouped_weights(platform, case, monkeypatch):
+    check_grouped(platform, case, monkeypatch)
+
+
+@pytest.mark.parametrize("platform", DEVICES)
+@given(case=grouped_cases(values=(FLOAT8,)))
+@MANY
+def test_xla_multiplies_grouped_weights_of_float8(platform, case, monkeypatch):
+    check_grouped(platform, case, monkeypatch)
+
+
+def check_grouped(platform, case, monkeypatch):
     x, w, out_dtype = case
     monkeypatch.setattr(xla, "current_device", lambda: DEVICES[platform])
     got = quantized_matmul(x, w, out_dtype=out_dtype, implementation="xla")
@@ -122,20 +147,21 @@ def test_xla_multiplies_grouped_weights(platform, case, monkeypatch):
     assert_close(got, x, w, weights_rounded=rounds)
 
 
+@pytest.mark.parametrize("values", ["int8", FLOAT8])
 @pytest.mark.parametrize("platform", DEVICES)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    shape=INT8_SHAPES,
+    shape=CHANNEL_SHAPES,
     dtype=st.sampled_from([jnp.bfloat16, jnp.float32]),
     spread=st.sampled_from([0.0, 15.0]),
 )
 @MANY
-def test_xla_multiplies_int8_weights(platform, seed, shape, dtype, spread, monkeypatch):
+def test_xla_multiplies_weights_with_a_scale_for_each_output(platform, values, seed, shape, dtype, spread, monkeypatch):
     rng = np.random.default_rng(seed)
     T, I, O = shape  # noqa: E741
-    x, w = jnp.asarray(rng.standard_normal((T, I)), dtype), int8_weight(rng, I, O, spread)
+    x, w = jnp.asarray(rng.standard_normal((T, I)), dtype), channel_weight(rng, I, O, values, spread)
     monkeypatch.setattr(xla, "current_device", lambda: DEVICES[platform])
-    # int8 is exact in bfloat16, and the scale multiplies float32.
+    # Values are exact in bfloat16, and the scale multiplies float32.
     got = quantized_matmul(x, w, out_dtype=jnp.float32, implementation="xla")
     assert_close(got, x, w, weights_rounded=False)
 
@@ -143,7 +169,7 @@ def test_xla_multiplies_int8_weights(platform, seed, shape, dtype, spread, monke
 def test_the_cpu_multiplies_in_chunks(monkeypatch):
     monkeypatch.setattr(xla, "CPU_CHUNK_BYTES", 1)
     rng = np.random.default_rng(0)
-    w, int8 = grouped_weight(rng, 2, 64, 320, "uint4", "zeros"), int8_weight(rng, 128, 320)
+    w, int8 = grouped_weight(rng, 2, 64, 320, "uint4", "zeros"), channel_weight(rng, 128, 320)
     for T, weight in itertools.product((3, 8), (w, int8)):
         x = jnp.asarray(rng.standard_normal((T, 128)), jnp.bfloat16)
         assert "scan" in str(jax.make_jaxpr(xla._by_chunks)(x, weight))
@@ -151,13 +177,35 @@ def test_the_cpu_multiplies_in_chunks(monkeypatch):
         assert_close(got, x, weight, weights_rounded=weight is w and T >= xla.CPU_ROWS)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_integers_make_the_floats_of_float8_on_ampere(dtype, monkeypatch):
+    every = jnp.asarray(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn))
+    monkeypatch.setattr(xla, "current_device", lambda: DEVICES["gpu"])
+    assert "s16" in jax.jit(xla._floats, static_argnums=1).lower(every, dtype).as_text("hlo")
+    got, want = (np.asarray(floats, np.float32) for floats in (xla._floats(every, dtype), every))
+    # NaN is infinite here, which a result shows as well.
+    assert list(np.isnan(want).nonzero()[0]) == [127, 255]
+    np.testing.assert_array_equal(got, np.where(np.isnan(want), np.copysign(np.inf, want), want))
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_integers"),
+    [
+        *((f"NVIDIA {name}", True) for name in ("A100 80GB PCIe", "A10G", "A40", "RTX A6000", "GeForce RTX 3090 Ti")),
+        *((f"NVIDIA {name}", False) for name in ("L4", "L40S", "RTX 6000 Ada Generation", "GeForce RTX 4090", "GB200")),
+    ],
+)
+def test_ampere_is_known_by_its_names(kind, by_integers):
+    assert xla._float8_by_integers(Device("gpu", kind), jnp.dtype(FLOAT8)) == by_integers
+
+
 @pytest.mark.parametrize("platform", DEVICES)
-@given(seed=st.integers(0, 2**32 - 1), shape=INT8_SHAPES)
+@given(seed=st.integers(0, 2**32 - 1), shape=CHANNEL_SHAPES)
 @MANY
 def test_int8_activations(platform, seed, shape, monkeypatch):
     rng = np.random.default_rng(seed)
     T, I, O = shape  # noqa: E741
-    x, w = jnp.asarray(rng.standard_normal((T, I)), jnp.bfloat16).at[0].set(0), int8_weight(rng, I, O)
+    x, w = jnp.asarray(rng.standard_normal((T, I)), jnp.bfloat16).at[0].set(0), channel_weight(rng, I, O)
     monkeypatch.setattr(xla, "current_device", lambda: DEVICES[platform])
     got = quantized_matmul(x, w, activations="int8", out_dtype=jnp.float32, implementation="xla")
     # A row's numbers move by at most half a step of 1/127 of its largest; 1 % covers the roundings of the step itself.
@@ -170,6 +218,37 @@ def test_int8_activations(platform, seed, shape, monkeypatch):
     q, scale = map(np.asarray, reference.quantize_rows(x))
     integers = q.astype(np.int64) @ np.asarray(w.values_IO, np.int64)
     np.testing.assert_allclose(got, integers * scale.astype(float) * np.asarray(w.scale_O, float), rtol=2.0**-21)
+
+
+@pytest.mark.parametrize("implementation", ["reference", *DEVICES])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_int8_activations_show_what_is_not_finite(implementation, bad, monkeypatch):
+    """In its own row, all outputs of it, and no other."""
+    rng = np.random.default_rng(0)
+    x, w = jnp.asarray(rng.standard_normal((9, 40)), jnp.bfloat16).at[3, 7].set(bad), channel_weight(rng, 40, 6)
+    name = "reference" if implementation == "reference" else "xla"
+    monkeypatch.setattr(xla, "current_device", lambda: DEVICES[implementation])
+    got = np.asarray(jax.jit(lambda x: quantized_matmul(x, w, activations="int8", implementation=name))(x))
+    assert (~np.isfinite(got)).all(1).tolist() == [row == 3 for row in range(9)]
+    assert np.isfinite(got[np.arange(9) != 3]).all()
+    assert not jnp.isnan(bad) or np.isnan(got[3]).all()
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_int8_activations_show_a_nan_of_any_device(device):
+    """Inputs split over two; maxima between devices may pass over a NaN."""
+    rng = np.random.default_rng(0)
+    x, w = jnp.asarray(rng.standard_normal((3, 32))).at[1, 16 * device].set(jnp.nan), channel_weight(rng, 32, 4)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+
+    def part(x_TI, values_IO):
+        w_part = w._replace(values_IO=values_IO)
+        return jax.lax.psum(quantized_matmul(x_TI, w_part, activations="int8", inputs_axis="tensor"), "tensor")
+
+    split = jax.shard_map(part, mesh=mesh, in_specs=(P(None, "tensor"), P("tensor", None)), out_specs=P())
+    got = np.asarray(jax.jit(split)(x, w.values_IO))
+    assert np.isnan(got).all(1).tolist() == [False, True, False]
+    assert np.isfinite(got[[0, 2]]).all()
 
 
 def plain_multiply_add(sums, words, x, scales, zeros, *, signed):
@@ -342,7 +421,7 @@ def test_int4_words_hold_the_first_output_in_the_lowest_bits():
     assert int(word) & 0xFFFFFFFF == 0xFEDCBA98
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H20", "NVIDIA GH200 480GB"])
 def test_hopper_takes_the_kernel(kind, monkeypatch):
     rng = np.random.default_rng(0)
     called = []
@@ -355,10 +434,10 @@ def test_hopper_takes_the_kernel(kind, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "x", "weight", "reason"),
     [
-        ("NVIDIA B200", jnp.ones((1, 32), jnp.bfloat16), {}, "Hopper GPU .*not NVIDIA B200"),
+        ("NVIDIA B200", jnp.ones((1, 32), jnp.bfloat16), {}, "compute capability 9.0 .*not NVIDIA B200"),
         ("NVIDIA H200", jnp.ones((1, 32)), {}, "bfloat16 activations, not float32"),
         ("NVIDIA H200", jnp.ones((1, 32), jnp.bfloat16), {"O": 320}, "multiples of 256 outputs, not 320"),
-        ("NVIDIA H200", jnp.ones((1, 32), jnp.bfloat16), {"values": "int8"}, "serves 4-bit weights"),
+        ("NVIDIA H200", jnp.ones((1, 32), jnp.bfloat16), {"values": "int8"}, "4 bits, not GroupedWeight of int8"),
     ],
 )
 def test_the_kernel_says_why_it_refuses(kind, x, weight, reason, monkeypatch):
@@ -372,7 +451,7 @@ def test_the_kernel_says_why_it_refuses(kind, x, weight, reason, monkeypatch):
 X, W, W8 = (
     jnp.ones((2, 64)),
     grouped_weight(np.random.default_rng(0), 2, 32, 8),
-    int8_weight(np.random.default_rng(0), 64, 8),
+    channel_weight(np.random.default_rng(0), 64, 8),
 )
 
 
@@ -395,11 +474,22 @@ X, W, W8 = (
         (X, W._replace(zeros_GO=jnp.zeros((2, 8), jnp.int8), minima_GO=W.scales_GO), {}, "not both"),
         (X, W8._replace(values_IO=W8.values_IO.astype(jnp.int4)), {}, "are int4; they are one of int8, float8_e4m3fn"),
         (X, W8._replace(scale_O=W8.scale_O[:7]), {}, r"scale: float32 \(7,\)"),
+        (X.tolist(), W8, {}, "x: list; an array is needed"),
+        (X, W8._replace(values_IO=None), {}, "the weight's values: NoneType; an array"),
+        (X, W8._replace(scale_O=None), {}, "scale: NoneType; an array"),
+        (X, W8._replace(scale_O=[1.0] * 8), {}, "scale: list; an array"),
+        (X, W._replace(scales_GO=None), {}, "scales: NoneType; an array"),
+        (X, W._replace(zeros_GO=0), {}, "zeros: int; an array"),
+        (X, W._replace(minima_GO=0.0), {}, "minima: float; an array"),
         (X, W, {"activations": "int8"}, "needs a ChannelWeight"),
         (X, W8, {"activations": "fp8"}, "activations is 'fp8'"),
         (X, W, {"out_dtype": jnp.int8}, "out_dtype is int8"),
+        (X, W, {"out_dtype": "bogus"}, "out_dtype is 'bogus'; it is one of float32"),
+        (X, W, {"out_dtype": 16}, "out_dtype is 16"),
+        (X, W8, {"activations": "int8", "inputs_axis": "tensor"}, "'tensor'; it is None, or under shard_map"),
+        (X, W8, {"activations": "int8", "inputs_axis": 3}, "inputs_axis is 3; it is None"),
         (X, W, {"implementation": "cuda"}, "no implementation 'cuda'"),
-        (X, W, {"implementation": "mosaic_gpu"}, "needs a Hopper GPU .*, not cpu"),
+        (X, W, {"implementation": "mosaic_gpu"}, "compute capability 9.0 .*, not cpu"),
     ],
 )
 def test_bad_input_is_named(x, w, options, message):
@@ -453,3 +543,11 @@ def test_every_guess_fits(rows, inputs, outputs, group, bytes_of_scales):
     assert block.stages >= 2
     assert block.splits <= -(-inputs // gpu.BLOCK_IN)
     assert gpu.shared_bytes(block, group, bytes_of_scales) <= gpu.SHARED_BYTES
+
+
+@pytest.mark.parametrize(("kind", "count"), [("NVIDIA H200", 132), ("NVIDIA H100 PCIe", 114), ("NVIDIA H20", 78)])
+def test_a_guess_fills_the_multiprocessors_of_the_card(kind, count):
+    block = gpu.block_for(kind, 1, 8192, 8192, 128, 2)
+    tiles = 8192 // gpu.TILE_OUT // block.warpgroups * block.splits
+    assert tiles <= count < 1.5 * tiles
+    assert gpu.multiprocessors(kind) == count
