@@ -76,7 +76,12 @@ class Kernel(NamedTuple):
 # XLA's forms are compiled where they are what serves. Tokens of a step size a grid and arrays in main memory, and only
 # a step shorter than a tile has smaller ones. H100 and H200 differ in memory alone: for a kernel they are one chip.
 KERNELS: dict[str, Kernel] = {
-    "paged_attention.tpu": Kernel("tpu", {"chip": TPUS, **ATTENTION}, in_turn=("tokens", "soft_cap")),
+    "paged_attention.tpu": Kernel(
+        # 64 sequences of 4096 pages are more than scalar memory lists.
+        "tpu",
+        {"chip": TPUS, **ATTENTION, "pages_per_seq": (32, 4096)},
+        in_turn=("tokens", "soft_cap", "pages_per_seq"),
+    ),
     "paged_attention.gpu": Kernel("gpu", {"chip": HOPPERS, **ATTENTION}, in_turn=("chip", "tokens", "soft_cap")),
     "paged_attention.xla.gpu": Kernel("gpu", {"chip": NO_KERNEL, **ATTENTION, **PLAIN}, pairs=True),
     "paged_attention.xla.tpu": Kernel("tpu", {"chip": ("v4",), **ATTENTION, **PLAIN, **SLOW}, pairs=True),
@@ -167,7 +172,7 @@ def _attention(implementation: str, each: dict[str, Any]) -> Program:
     from pallas_kernels.paged_attention import paged_attention, pool_spec
     from sharding.hardware import described_devices
 
-    model, S, M, T = CARDS[each["model"]], 64, 32, each["tokens"]
+    model, S, M, T = CARDS[each["model"]], 64, each.get("pages_per_seq", 32), each["tokens"]
     N, K, H = model.num_heads // each["tensor"], max(model.num_kv_heads // each["tensor"], 1), model.head_dim
     device = device_of(described_devices(each["chip"])[0])
     pool = pool_spec(1, 257, each["page_size"], K, H, each["kv"], device)
