@@ -108,6 +108,11 @@ class SchedulerConfig:
                 f"at least max_num_seqs = {self.max_num_seqs}, so that every running sequence gets its token",
             )
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Most tokens of a prompt: one at least is generated."""
+        return min(self.max_model_len - 1, self.num_pages * self.page_size)
+
     def check_prompt(self, num_tokens: int) -> None:
         """Raises InvalidArgumentError if a prompt of so many tokens can never run."""
         longest, pool_tokens = self.max_model_len - 1, self.num_pages * self.page_size

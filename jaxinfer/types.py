@@ -265,7 +265,7 @@ class Timings:
 class PromptLogprobs:
     """Log-probabilities of the prompt's tokens, from the second on; sent once, before any Delta."""
 
-    positions: tuple[PositionLogprobs, ...]
+    positions: Sequence[PositionLogprobs]
 
 
 @dataclass(frozen=True, slots=True)

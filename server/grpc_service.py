@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxinfer.engine.observer import Observer
+from jaxinfer.engine.text_threads import SHORT_TEXT_BYTES
 from jaxinfer.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -30,12 +32,13 @@ from jaxinfer.errors import (
     UnsupportedError,
 )
 from jaxinfer.logs import describe, request_context
-from jaxinfer.types import Failed, PromptLogprobs, Request
+from jaxinfer.types import Failed, Request
 from server import inference_pb2 as pb
 from server import inference_pb2_grpc, info, wire
 from server.credentials import ApiKeys, RequireApiKey, ServerTls, missing_protection
 from server.health import POLL_S, HealthService
 from server.info import ServerState
+from server.message_sizes import MAX_TOKENS_OF_TEXT, Limits, MessageSizes
 from server.outbox import Outbox
 from server.tracing import Tracer
 
@@ -49,6 +52,7 @@ HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 MAX_TIMEOUT_S = 365 * 86400.0  # a deadline beyond this is none; some clients write "none" so
 STALLED_S = 300.0  # a client that takes nothing for so long, while there is something for it, is given up
+POSITIONS_ON_THE_LOOP = 64  # whose log-probabilities are written at once, in a few milliseconds
 FLUSH_S = 5.0  # how long ended streams may take to hand their last messages to slow clients
 DEATH_NOTICE_S = 2.0  # health says NOT_SERVING for so long before a server ends with its engine
 STOP_GRACE_S = 0.5  # health watches never end by themselves; they are given this long
@@ -101,6 +105,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return ServerState.DRAINING
         return ServerState.STARTING if self.engine is None else ServerState(self.engine.state)
 
+    def refused(self, code: str) -> None:
+        """A request was refused before it was read."""
+        self._observer.on_refuse(code)
+
     def fail_live(self, error: JaxinferError) -> None:
         """Ends every open call with the error, where the engine was told to and may not come to it."""
         for outbox in self._outboxes:
@@ -109,21 +117,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         async with self._generation(message, context) as (request_id, outbox):
             async for event in outbox:
-                if isinstance(event, PromptLogprobs):  # seconds of work for a long prompt
-                    response = await asyncio.to_thread(wire.event_to_proto, request_id, event)
+                if wire.num_positions(event) > POSITIONS_ON_THE_LOOP:
+                    response = await asyncio.to_thread(wire.event_to_bytes, request_id, event)
                 else:
-                    response = wire.event_to_proto(request_id, event)
+                    response = wire.event_to_bytes(request_id, event)
                 try:
                     async with asyncio.timeout(STALLED_S):
                         await context.write(response)
                 except TimeoutError:
                     raise DeadlineExceededError(f"the client took nothing for {STALLED_S:g} s") from None
 
-    async def UnaryGenerate(
-        self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> pb.UnaryGenerateResponse:
+    async def UnaryGenerate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> bytes:
         async with self._generation(message, context) as (request_id, outbox):
-            return await asyncio.to_thread(wire.generation_to_proto, request_id, await outbox.whole())
+            events = await outbox.whole()
+            if sum(map(wire.num_positions, events)) > POSITIONS_ON_THE_LOOP:
+                return await asyncio.to_thread(wire.generation_to_bytes, request_id, events)
+            return wire.generation_to_bytes(request_id, events)
 
     @asynccontextmanager
     async def _generation(
@@ -140,9 +149,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 async with _errors_become_statuses(context, f"request {shown!r}"):
                     # Inside, so that the span sees errors before they become statuses.
                     with self._tracer.span(shown, context) as span:
-                        engine, request = self._admit(request_id, message, context)
+                        engine, request = await self._admit(request_id, message, context)
                         span.on_request(engine.model_name, request.params)
-                        await _submit(engine, request, outbox)
+                        await engine.submit_async(request, outbox.put)
                         # A client that goes away cancels this coroutine, here or inside.
                         try:
                             yield request_id, outbox
@@ -157,7 +166,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             self._outboxes.discard(outbox)
             self.live -= 1
 
-    def _admit(
+    async def _admit(
         self, request_id: str, message: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> tuple[Engine, Request]:
         try:
@@ -166,7 +175,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             engine = self._engine_for(message)
             left = context.time_remaining()
             timeout_s = None if left is None or left > MAX_TIMEOUT_S else left
-            return engine, wire.request_from_proto(message, request_id=request_id, timeout_s=timeout_s)
+            read = partial(wire.request_from_proto, message, request_id=request_id, timeout_s=timeout_s)
+            size = message.ByteSize()
+            # To check a hundred thousand biases takes a while.
+            return engine, read() if size <= SHORT_TEXT_BYTES else await engine.text_threads.run(0, read)
         except JaxinferError as error:  # what the engine refuses, it tells the observer itself
             self._observer.on_refuse(error.code)
             raise
@@ -175,11 +187,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with _errors_become_statuses(context, "Tokenize"):
             engine = self._engine_for(message)
             given = wire.tokenize_from_proto(message)
-            # In a thread: a long text takes a while, and other streams go on meanwhile.
             if "messages" in given:
-                token_ids = await asyncio.to_thread(engine.tokenize_chat, given["messages"])
+                work = partial(engine.tokenize_chat, given["messages"], max_tokens=MAX_TOKENS_OF_TEXT)
             else:
-                token_ids = await asyncio.to_thread(engine.tokenize, given.pop("text"), **given)
+                work = partial(engine.tokenize, **given, max_tokens=MAX_TOKENS_OF_TEXT)
+            token_ids = await engine.text_threads.run(message.ByteSize(), work)
             return pb.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
@@ -189,7 +201,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             engine = self._engine_for(message)
             skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
             ids = list(message.token_ids)
-            return pb.DetokenizeResponse(text=await asyncio.to_thread(engine.detokenize, ids, skip_special_tokens=skip))
+            work = partial(engine.detokenize, ids, skip_special_tokens=skip)
+            return pb.DetokenizeResponse(text=await engine.text_threads.run(message.ByteSize(), work))
 
     async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         async with _errors_become_statuses(context, f"Abort of {message.request_id!r}"):
@@ -240,17 +253,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if self.engine is None or self.state is ServerState.STARTING:
             raise wire.WarmingUpError("the server is warming up: its model is not ready yet")
         return self.engine
-
-
-async def _submit(engine: Engine, request: Request, outbox: Outbox) -> None:
-    # In a thread: to tokenize a long prompt takes long enough to stall every other stream of the event loop.
-    submitting = asyncio.ensure_future(asyncio.to_thread(engine.submit, request, outbox.put))
-    try:
-        await asyncio.shield(submitting)
-    except asyncio.CancelledError:
-        # The thread cannot be stopped; what it starts nonetheless is aborted.
-        submitting.add_done_callback(lambda done: done.exception() or engine.abort(request.request_id))
-        raise
 
 
 @asynccontextmanager
@@ -323,7 +325,9 @@ class GrpcServer:
         Raises:
           CannotListenError: the port is taken, not permitted, or the host is not one of this machine's.
         """
-        interceptors = [] if self._api_keys is None else [RequireApiKey(self._api_keys)]
+        interceptors: list[grpc.aio.ServerInterceptor] = [MessageSizes(self._limits, self.service.refused)]
+        if self._api_keys is not None:
+            interceptors.insert(0, RequireApiKey(self._api_keys))
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         health = HealthService(("", SERVICE_NAME), lambda: self.service.state is ServerState.READY)
         inference_pb2_grpc.add_InferenceServicer_to_server(self.service, server)
@@ -346,6 +350,14 @@ class GrpcServer:
         if lacking is not None:
             log.warning("listening on %s, beyond this machine, %s", self.address, lacking)
         return bound
+
+    def _limits(self) -> Limits | None:
+        """What bounds the size of requests, once there is a model."""
+        engine = self.service.engine
+        if engine is None:
+            return None
+        prompt = engine.prompt_limits
+        return Limits(prompt.max_tokens, prompt.max_bytes, engine.model_config.vocab_size)
 
     def set_engine(self, engine: Engine) -> None:
         """Hands over the engine; health turns to SERVING once its state is "ready"."""

@@ -245,38 +245,81 @@ def detokenize_to_proto(
 # --- events
 
 
-def event_to_proto(request_id: str, event: types.PromptLogprobs | types.Delta | types.Finished) -> pb.GenerateResponse:
+# Log-probabilities become bytes a few hundred positions at a time: no other Python code runs while protobuf writes a
+# message, and those of 100,000 positions are 23 MB.
+_POSITIONS_AT_ONCE = 256
+
+
+def event_to_bytes(request_id: str, event: types.PromptLogprobs | types.Delta | types.Finished) -> bytes:
+    """Returns a GenerateResponse, written out."""
+    response = pb.GenerateResponse(request_id=request_id)
     if isinstance(event, types.Finished):
-        return pb.GenerateResponse(request_id=request_id, finished=_finished_to_proto(event))
+        response.finished.CopyFrom(_finished_to_proto(event))
+        return response.SerializeToString()
     if isinstance(event, types.PromptLogprobs):
-        return pb.GenerateResponse(request_id=request_id, prompt_logprobs=_prompt_logprobs_to_proto(event))
-    delta = pb.Delta(
-        index=event.index,
-        text=event.text,
-        token_ids=event.token_ids,
-        logprobs=map(_position_to_proto, event.logprobs),
-    )
-    return pb.GenerateResponse(request_id=request_id, delta=delta)
+        return response.SerializeToString() + _field(
+            pb.GenerateResponse, "prompt_logprobs", _positions_to_bytes(pb.PromptLogprobs, "positions", event.positions)
+        )
+    return response.SerializeToString() + _field(pb.GenerateResponse, "delta", _delta_to_bytes([event]))
 
 
-def generation_to_proto(request_id: str, events: Sequence[types.Event]) -> pb.UnaryGenerateResponse:
-    """All events of a request, the last one Finished, in one message."""
-    message = pb.UnaryGenerateResponse(request_id=request_id)
-    for event in events:
-        if isinstance(event, types.Finished):
-            finished = _finished_to_proto(event)
-    samples = [message.samples.add(output=pb.Delta(index=end.index), end=end) for end in finished.ends]
-    message.usage.CopyFrom(finished.usage)
-    message.timings.CopyFrom(finished.timings)
+def num_positions(event: types.Event) -> int:
+    """Returns how many positions' log-probabilities an event holds; they are most of the work of writing it."""
+    return len(event.positions if isinstance(event, types.PromptLogprobs) else getattr(event, "logprobs", ()))
+
+
+def generation_to_bytes(request_id: str, events: Sequence[types.Event]) -> bytes:
+    """Returns a UnaryGenerateResponse of all events of a request, the last one Finished, written out."""
+    finished = next(event for event in events if isinstance(event, types.Finished))
+    done = _finished_to_proto(finished)
+    parts = [
+        pb.UnaryGenerateResponse(request_id=request_id, usage=done.usage, timings=done.timings).SerializeToString()
+    ]
+    for end in done.ends:
+        deltas = [event for event in events if isinstance(event, types.Delta) and event.index == end.index]
+        output = _field(pb.Sample, "output", _delta_to_bytes(deltas or [types.Delta(end.index, "", ())]))
+        sample = output + pb.Sample(end=end).SerializeToString()
+        parts.append(_field(pb.UnaryGenerateResponse, "samples", sample))
     for event in events:
         if isinstance(event, types.PromptLogprobs):
-            message.prompt_logprobs.CopyFrom(_prompt_logprobs_to_proto(event))
-        elif isinstance(event, types.Delta):
-            output = samples[event.index].output
-            output.text += event.text
-            output.token_ids.extend(event.token_ids)
-            output.logprobs.extend(map(_position_to_proto, event.logprobs))
-    return message
+            positions = _positions_to_bytes(pb.PromptLogprobs, "positions", event.positions)
+            parts.append(_field(pb.UnaryGenerateResponse, "prompt_logprobs", positions))
+    return b"".join(parts)
+
+
+def _delta_to_bytes(deltas: Sequence[types.Delta]) -> bytes:
+    """Returns one Delta of all that these say, which are of one sample."""
+    joined = pb.Delta(
+        index=deltas[0].index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+    )
+    logprobs = [at for delta in deltas for at in delta.logprobs]
+    return joined.SerializeToString() + _positions_to_bytes(pb.Delta, "logprobs", logprobs)
+
+
+def _positions_to_bytes(kind: type[Message], name: str, positions: Sequence[types.PositionLogprobs]) -> bytes:
+    """Returns a message that has nothing but these in a repeated field: messages written one after another are one."""
+    return b"".join(
+        kind(
+            **{name: map(_position_to_proto, positions[first : first + _POSITIONS_AT_ONCE])}  # type: ignore[arg-type]
+        ).SerializeToString()
+        for first in range(0, len(positions), _POSITIONS_AT_ONCE)
+    )
+
+
+def _field(kind: type[Message], name: str, content: bytes) -> bytes:
+    """Returns a field that is a message, written out (https://protobuf.dev/programming-guides/encoding/)."""
+    number = kind.DESCRIPTOR.fields_by_name[name].number
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    written = bytearray()
+    while value > 127:
+        written.append(value & 127 | 128)
+        value >>= 7
+    return bytes((*written, value))
 
 
 def _finished_to_proto(event: types.Finished) -> pb.Finished:
@@ -288,10 +331,6 @@ def _finished_to_proto(event: types.Finished) -> pb.Finished:
         elif end.stop_reason is not None:
             made.stop_token_id = end.stop_reason
     return message
-
-
-def _prompt_logprobs_to_proto(event: types.PromptLogprobs) -> pb.PromptLogprobs:
-    return pb.PromptLogprobs(positions=map(_position_to_proto, event.positions))
 
 
 def _position_to_proto(at: types.PositionLogprobs) -> pb.PositionLogprobs:

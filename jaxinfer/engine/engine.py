@@ -7,8 +7,9 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.sequence import NO_WORDS, make_samples
 from jaxinfer.engine.startup import Progress, Started, compile_programs, described, lay_out, start_threads, start_up
+from jaxinfer.engine.text_threads import SHORT_TEXT_BYTES, TextThreads, result_or_undo
 from jaxinfer.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -44,6 +46,8 @@ from jaxinfer.types import EngineStats, Event, Failed, Finished, Request, Sampli
 logger = logging.getLogger(__name__)
 
 CLOSE_JOIN_S, STUCK_JOIN_S = 60.0, 1.0  # how long `close` waits for the step that runs
+MESSAGE_SIZE = 16  # characters that a message is taken for, besides what it says
+MIN_CHAT_LIMIT = 1 << 20  # characters of a conversation that are taken in any case
 FAIL_S = 10.0  # how long a drain waits for the requests it has failed
 
 
@@ -66,6 +70,19 @@ class Processes(Protocol):
         """Ends them."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """What a prompt may be at most.
+
+    Attributes:
+      max_tokens: as token ids.
+      max_bytes: as text, in UTF-8; None where no such limit follows from the one in tokens.
+    """
+
+    max_tokens: int
+    max_bytes: int | None
+
+
 class Engine:
     """Serves one model. `Engine.start` makes one; `stream` and `submit` may be called from any thread.
 
@@ -74,6 +91,7 @@ class Engine:
     Attributes:
       model_name: as the user gave it.
       scheduler_config: of each replica.
+      text_threads: where prompts become tokens, for those who must not wait on an event loop.
       runners: of the replicas; see `EngineLoop` for what they do where other processes have the devices.
       startup_seconds: what each part of the start took.
     """
@@ -93,6 +111,8 @@ class Engine:
         self.model_name, self.model_config, self.scheduler_config = name, model, scheduler
         self.tokenizer, self.runners = tokenizer, tuple[Any, ...](runners)
         self.startup_seconds: dict[str, float] = {}
+        self.text_threads = TextThreads()
+        _ = tokenizer.token_bound  # found now, which takes a while, and not while requests wait
         self._started: Started | None = None
         self._resharding = threading.Lock()
         self._held: list[LiveRequest] | None = None  # what came while weights move; None while none do
@@ -175,13 +195,29 @@ class Engine:
 
     # Text.
 
-    def tokenize(self, text: str, *, parse_special: bool = False, add_bos: bool = True) -> list[int]:
-        """Token ids of a text; control-token strings in it stay text unless `parse_special`."""
-        return self.tokenizer.encode(text, parse_special=parse_special, add_bos=add_bos)
+    @property
+    def prompt_limits(self) -> PromptLimits:
+        """What a prompt may be at most; a larger one is refused before it is tokenized."""
+        most, bound = self.scheduler_config.max_prompt_tokens, self.tokenizer.token_bound
+        return PromptLimits(most, None if bound is None else most * bound.max_bytes)
 
-    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation by the model's chat template, ready for the reply."""
-        return encode_chat(self.tokenizer, messages)
+    def tokenize(
+        self, text: str, *, parse_special: bool = False, add_bos: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Returns the token ids of a text; control-token strings in it stay text unless `parse_special`.
+
+        Raises:
+          InvalidArgumentError: there are more than `max_tokens`.
+        """
+        return self.tokenizer.encode(text, parse_special=parse_special, add_bos=add_bos, max_tokens=max_tokens)
+
+    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> list[int]:
+        """Returns the token ids of a conversation by the model's chat template, ready for the reply.
+
+        Raises:
+          InvalidArgumentError: there are more than `max_tokens`.
+        """
+        return encode_chat(self.tokenizer, messages, max_tokens=max_tokens)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
@@ -198,17 +234,41 @@ class Engine:
           InvalidArgumentError, RequestExistsError, QueueFullError, DeadlineExceededError, DrainingError,
             EngineStuckError, EngineDeadError: nothing was started, and `sink` will not be called.
         """
+        with self._refusals():
+            self._enter(request)
+            return self._proceed(request, sink)
+
+    async def submit_async(self, request: Request, sink: Sink) -> Sequence[int]:
+        """As `submit`, for an event loop: prompts become tokens on other threads, long ones one after another.
+
+        A prompt that is too large is refused at once. If the caller is cancelled, the request is aborted.
+        """
+        with self._refusals():
+            size = _text_size(request)
+            if size > SHORT_TEXT_BYTES:
+                await self.text_threads.run(0, self._check_size, request)
+            self._enter(request)
+            return await result_or_undo(
+                self.text_threads.submit(size, self._proceed, request, sink),
+                never_began=lambda: self._leave(request, 0),
+                undo=lambda: self.abort(request.request_id),
+            )
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
         try:
-            return self._submit(request, sink)
+            yield
         except JaxinferError as error:
             self._observer.on_refuse(error.code)
             raise
 
-    def _submit(self, request: Request, sink: Sink) -> Sequence[int]:
-        self._enter(request)
+    def _proceed(self, request: Request, sink: Sink) -> Sequence[int]:
+        """Takes on a request that has entered."""
         num_tokens = 0
         try:
+            self._check_alive()
             self._check_params(request.params)
+            self._check_size(request)
             prompt = self._prompt_ids(request)
             self.scheduler_config.check_prompt(len(prompt))
             self._admission.bring(len(prompt))
@@ -217,8 +277,7 @@ class Engine:
             # Under the lock, so that an abort comes either before this (and is found here) or after it in the inbox,
             # and the end of the engine either before this (and is found here) or after it.
             with self._lock:
-                if self._state is EngineState.DEAD:
-                    raise self._death or EngineDeadError("the engine is closed")
+                self._check_alive()
                 self._live[request.request_id] = live
                 if self._held is not None:
                     self._held.append(live)
@@ -226,11 +285,15 @@ class Engine:
                     self._place(live)
             return prompt
         except BaseException:
-            with self._lock:
-                del self._live[request.request_id]
-                self._aborted_early.discard(request.request_id)
-            self._admission.go(num_tokens, started=False)
+            self._leave(request, num_tokens)
             raise
+
+    def _leave(self, request: Request, num_tokens: int) -> None:
+        """Forgets a request that has entered and is not taken on."""
+        with self._lock:
+            del self._live[request.request_id]
+            self._aborted_early.discard(request.request_id)
+        self._admission.go(num_tokens, started=False)
 
     def _place(self, live: LiveRequest) -> None:
         """To the replica that the router chooses. Under the lock."""
@@ -251,9 +314,12 @@ class Engine:
             self._admission.come()
             self._live[request.request_id] = None
 
-    def _check_open(self) -> None:
+    def _check_alive(self) -> None:
         if self._state is EngineState.DEAD:
             raise self._death or EngineDeadError("the engine is closed")
+
+    def _check_open(self) -> None:
+        self._check_alive()
         if self._state is EngineState.DRAINING:
             raise DrainingError("the engine is shutting down")
         if self.state is EngineState.STUCK:
@@ -272,6 +338,20 @@ class Engine:
             if ends.issuperset(params.allowed_token_ids):
                 allowed = "a token that does not end the output too, since min_tokens is set"
                 raise InvalidArgumentError("allowed_token_ids", list(params.allowed_token_ids), allowed)
+
+    def _check_size(self, request: Request) -> None:
+        """Refuses a prompt that is too long whatever its tokens are."""
+        if request.token_ids is not None:
+            self.scheduler_config.check_prompt(len(request.token_ids))
+        elif isinstance(request.text, str):
+            self.tokenizer.check_size("text", request.text, self.scheduler_config.max_prompt_tokens)
+        elif request.messages is not None:
+            # Templates may leave some of it out, so that a conversation may be somewhat larger than what comes of it.
+            limits = self.prompt_limits
+            size, most = _text_size(request), limits.max_bytes and max(limits.max_bytes, MIN_CHAT_LIMIT)
+            if most is not None and size > most:
+                allowed = f"at most {most} characters, of which {limits.max_tokens} tokens may come"
+                raise InvalidArgumentError("messages", f"{size} characters", allowed)
 
     def _make_live(self, request: Request, prompt: Sequence[int], sink: Sink) -> LiveRequest:
         seed = request.params.seed
@@ -292,8 +372,9 @@ class Engine:
         if request.token_ids is not None:
             _check_vocabulary("token_ids", request.token_ids, self.model_config.vocab_size)
             return request.token_ids
+        most = self.scheduler_config.max_prompt_tokens
         if request.messages is not None:
-            return self.tokenize_chat(request.messages)
+            return self.tokenize_chat(request.messages, max_tokens=most)
         assert request.text is not None
         if not request.text:
             raise InvalidArgumentError("text", "", "at least one character")
@@ -305,7 +386,7 @@ class Engine:
                 found,
                 extra={"request_id": request.request_id},
             )
-        return self.tokenize(request.text, parse_special=request.parse_special)
+        return self.tokenize(request.text, parse_special=request.parse_special, max_tokens=most)
 
     def _control_string(self, text: str) -> str | None:
         ids = [part for part in self.tokenizer.split_control(text) if isinstance(part, int)]
@@ -326,15 +407,8 @@ class Engine:
                 if not isinstance(batch[-1], (Finished, Failed)):
                     self.abort(request.request_id)
 
-        # Tokenizing a long prompt takes long enough to stall every other stream of the event loop.
-        submitting = asyncio.ensure_future(asyncio.to_thread(self.submit, request, sink))
+        await self.submit_async(request, sink)
         over = False
-        try:
-            # The thread cannot be stopped: whoever goes meanwhile leaves a request that has to be aborted.
-            await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            submitting.add_done_callback(lambda done: done.exception() or self.abort(request.request_id))
-            raise
         try:
             while not over:
                 for event in await events.get():
@@ -484,6 +558,7 @@ class Engine:
             loop.fail_all(EngineDeadError("the engine is closed"))
         for loop, is_stuck in zip(self._loops, stuck, strict=True):
             loop.stop(timeout=STUCK_JOIN_S if is_stuck else CLOSE_JOIN_S)
+        self.text_threads.close()
         if self._group is not None:
             self._group.stop()
 
@@ -523,6 +598,26 @@ class Engine:
         # A replica is lost: the engine ends as a whole, for its supervisor to start it again.
         for loop in self._loops:
             loop.fail_all(error)
+
+
+def _text_size(request: Request) -> int:
+    """Characters of a prompt that nobody has checked yet, or token ids: roughly how long it takes to tokenize."""
+    given = request.text or request.messages
+    if isinstance(given, str):
+        return len(given)
+    if isinstance(given, (list, tuple)):
+        return sum(map(_content_size, given)) + MESSAGE_SIZE * len(given)
+    return 0 if request.token_ids is None else len(request.token_ids)
+
+
+def _content_size(message: Any) -> int:
+    """Characters of what a message says."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, (list, tuple)):
+        return sum(
+            len(part["text"]) for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        )
+    return len(content) if isinstance(content, str) else 0
 
 
 def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

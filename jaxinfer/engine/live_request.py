@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from jaxinfer.engine.logprob_rows import LogprobRows, position_logprobs
 from jaxinfer.engine.observer import Observer, RequestRecord, SampleRecord
 from jaxinfer.engine.scheduler import NewToken, ScoredPrompt
 from jaxinfer.engine.sequence import Sequence
@@ -22,7 +23,6 @@ from jaxinfer.types import (
     SampleEnd,
     StepTokens,
     Timings,
-    TokenLogprob,
     Usage,
 )
 
@@ -66,7 +66,7 @@ class LiveRequest:
             for _ in samples
         ]
         # Sent whole, before the first token; None once sent, or where they are not asked for.
-        self._prompt_logprobs: list[PositionLogprobs] | None = None if params.prompt_logprobs is None else []
+        self._prompt_logprobs = None if params.prompt_logprobs is None else LogprobRows(params.prompt_logprobs)
         self._logprobs: list[list[PositionLogprobs]] = [[] for _ in samples]
         self._ends: dict[int, SampleEnd] = {}
         self._arrival = time.monotonic()
@@ -99,15 +99,13 @@ class LiveRequest:
         """Takes in log-probabilities of the prompt, in order of position."""
         assert self._prompt_logprobs is not None
         assert tokens.scored is not None
-        count = scored.sequence.params.prompt_logprobs or 0
-        rows = range(scored.first, scored.first + scored.num_tokens)
-        self._prompt_logprobs += [_position_logprobs(tokens.scored, row, count) for row in rows]
+        self._prompt_logprobs.append(tokens.scored, slice(scored.first, scored.first + scored.num_tokens))
 
     def push(self, new: NewToken, tokens: StepTokens) -> tuple[list[Event], str | None]:
         """Takes in a token; returns events to send, and the stop string it completed, if one."""
         events, stop = self._push(new, tokens)
         if self._prompt_logprobs is not None:
-            events.insert(0, PromptLogprobs(tuple(self._prompt_logprobs)))
+            events.insert(0, PromptLogprobs(self._prompt_logprobs))
             self._prompt_logprobs = None
         return events, stop
 
@@ -116,7 +114,7 @@ class LiveRequest:
         self._clock(sequence.index)
         text, waiting = self._texts[sequence.index], self._logprobs[sequence.index]
         if tokens.logprobs is not None and sequence.params.logprobs is not None:
-            waiting.append(_position_logprobs(tokens, new.row, sequence.params.logprobs))
+            waiting.append(position_logprobs(tokens, new.row, sequence.params.logprobs))
         if new.finish is FinishReason.STOP:
             # An end token's text is not part of the output unless asked for, its id is.
             if sequence.params.include_stop_str_in_output:
@@ -221,16 +219,3 @@ def _join(first: Piece | None, rest: Piece) -> Piece:
     if first is None:
         return rest
     return Piece(first.text + rest.text, first.token_ids + rest.token_ids, first.stop or rest.stop)
-
-
-def _position_logprobs(tokens: StepTokens, row: int, count: int) -> PositionLogprobs:
-    assert tokens.logprobs is not None
-    assert tokens.ranks is not None
-    assert tokens.top_ids is not None
-    assert tokens.top_logprobs is not None
-    chosen = TokenLogprob(int(tokens.token_ids[row]), float(tokens.logprobs[row]), int(tokens.ranks[row]))
-    pairs = zip(tokens.top_ids[row, :count].tolist(), tokens.top_logprobs[row, :count].tolist(), strict=True)
-    top = [TokenLogprob(i, value, rank) for rank, (i, value) in enumerate(pairs, 1)]
-    if all(each.token_id != chosen.token_id for each in top):
-        top.append(chosen)
-    return PositionLogprobs(chosen, tuple(top))

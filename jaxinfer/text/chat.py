@@ -86,14 +86,18 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    max_tokens: int | None = None,
     **variables: Any,
 ) -> list[int]:
     """Token ids of a conversation by the tokenizer's chat template.
 
     Nothing is added to what the template writes; templates of models that want a BOS token write one.
 
+    Args:
+      max_tokens: refuse a conversation of more tokens; one that is too large for that is not encoded at all.
+
     Raises:
-      InvalidArgumentError: if the messages are malformed or the template refuses them.
+      InvalidArgumentError: if the messages are malformed or too long, or the template refuses them.
       UnsupportedError: if the model has no chat template.
     """
     if tokenizer.chat_template is None:
@@ -107,9 +111,11 @@ def encode_chat(
     except RecursionError:
         raise InvalidArgumentError("messages", "of great depth", "values nested less deeply") from None
     text = template._render(protected, add_generation_prompt, variables)
+    tokenizer.check_size("messages", text, max_tokens)
     segments = tokenizer.split_control(text)
     return tokenizer.encode_segments(
-        segment.replace(mark, "") if isinstance(segment, str) else segment for segment in segments
+        (segment.replace(mark, "") if isinstance(segment, str) else segment for segment in segments),
+        max_tokens=max_tokens,
     )
 
 

@@ -128,8 +128,8 @@ class GgufVocab:
 
     Attributes:
       types: of each id, its `TokenType`.
-      encode_fragment: text that holds no control or user-defined token -> ids.
-      backend: what does so, for a text as it is (`is_byte_level`), or with `▁` for its spaces.
+      backend: encodes text that holds no control or user-defined token, once it went through `prepare`.
+      prepare: leaves a text as it is (`is_byte_level`), or writes `▁` for its spaces.
       token_bytes: of each id, the bytes it stands for.
       role_ids: `bos_token` and the like -> id.
       eos_ids: every token that ends the model's output.
@@ -138,8 +138,8 @@ class GgufVocab:
 
     tokens: Sequence[str]
     types: Sequence[int]
-    encode_fragment: Callable[[str], list[int]]
     backend: tokenizers.Tokenizer
+    prepare: Callable[[str], str]
     is_byte_level: bool
     token_bytes: list[bytes]
     role_ids: Mapping[str, int]
@@ -167,7 +167,7 @@ def read(metadata: Mapping[str, Any]) -> GgufVocab:
     for i in turn_ends:
         types[i] = TokenType.CONTROL
     build = _byte_level if kind == "gpt2" else _sentencepiece
-    encode_fragment, backend, token_bytes, defaults = build(metadata, tokens, types)
+    backend, prepare, token_bytes, defaults = build(metadata, tokens, types)
 
     def token_id(name: str, default: int | None = None) -> int | None:
         i = _get(metadata, f"{name}_token_id", default)
@@ -189,7 +189,7 @@ def read(metadata: Mapping[str, Any]) -> GgufVocab:
             raise CheckpointError(f"tokenizer.ggml.add_{role} is set, but there is no such token")
     strip_space = kind == "llama" and bool(_get(metadata, "add_space_prefix", True))
     return GgufVocab(
-        *(tokens, types, encode_fragment, backend, kind == "gpt2", token_bytes, role_ids, eos_ids),
+        *(tokens, types, backend, prepare, kind == "gpt2", token_bytes, role_ids, eos_ids),
         *(add_bos, add_eos, strip_space),
     )
 
@@ -219,6 +219,9 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
+BYTE_CHARACTERS = [char for _, char in sorted((byte, char) for char, byte in _BYTE_OF_CHAR.items())]
+
+
 def byte_level_bytes(token: str) -> bytes:
     """The bytes a byte-level token stands for; one written with other characters stands for its own UTF-8."""
     try:
@@ -230,7 +233,7 @@ def byte_level_bytes(token: str) -> bytes:
 # Characters of a SentencePiece piece, several times what any model has: all ways to cut one in two are tried.
 _MAX_PIECE = 512
 
-type _Built = tuple[Callable[[str], list[int]], tokenizers.Tokenizer, list[bytes], dict[str, Any]]
+type _Built = tuple[tokenizers.Tokenizer, Callable[[str], str], list[bytes], dict[str, Any]]
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> _Built:
@@ -256,7 +259,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]
         token.encode() if kind in literal else byte_level_bytes(token)
         for token, kind in zip(tokens, types, strict=True)
     ]
-    return lambda text: backend.encode(text).ids, backend, token_bytes, {"add_bos": pre.add_bos}
+    return backend, lambda text: text, token_bytes, {"add_bos": pre.add_bos}
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> _Built:
@@ -289,7 +292,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
 
     token_bytes = [to_bytes(token, kind) for token, kind in zip(tokens, types, strict=True)]
     defaults = {"unk_token": 0, "bos_token": 1, "eos_token": 2, "add_bos": True}
-    return lambda text: backend.encode(prefix + text.replace(" ", "▁")).ids, backend, token_bytes, defaults
+    return backend, lambda text: prefix + text.replace(" ", "▁"), token_bytes, defaults
 
 
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: bool) -> models.BPE:

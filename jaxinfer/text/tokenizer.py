@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +22,13 @@ import tokenizers
 from jaxinfer.errors import CheckpointError, InvalidArgumentError
 from jaxinfer.text import gguf_vocab
 from jaxinfer.text.gguf_vocab import TokenType
+from jaxinfer.text.token_bound import SPACES, TokenBound, token_bound
 
-# Rust's \s, which decides what a token with `lstrip` or `rstrip` swallows; Python's has four separators more.
-_SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+# A text is one piece of work, which the library's thread pool cannot share; without it a process that forks is safe.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_BATCH = 1024  # fragments that the library gets at once: it takes them over while no other Python thread runs
+_SCANNED = 1 << 16  # characters that a pattern is searched for in at once, for the same reason
 _MAX_UNUSED_IDS = 1 << 20  # some vocabularies leave gaps before the tokens that were added
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -33,6 +39,20 @@ class TextToken(NamedTuple):
     id: int
     lstrip: bool = False
     rstrip: bool = False
+
+
+class Backend(NamedTuple):
+    """What encodes text that holds no control or user-defined token.
+
+    Attributes:
+      library: the tokenizer of the `tokenizers` library, which takes no string for a control token.
+      prepare: (fragment, whether it is the text's first) -> what the library is given.
+      skipped: ids that `prepare` puts in front of every fragment but a text's first.
+    """
+
+    library: tokenizers.Tokenizer
+    prepare: Callable[[str, bool], str]
+    skipped: int = 0
 
 
 class Tokenizer:
@@ -52,7 +72,7 @@ class Tokenizer:
         self,
         *,
         vocab_size: int,
-        encode_fragment: Callable[[str, bool], list[int]],
+        backend: Backend,
         control: Mapping[str, TextToken],
         user_defined: Mapping[str, TextToken],
         special_ids: frozenset[int],
@@ -73,7 +93,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self.chat_template = chat_template
         self.strip_space = strip_space
-        self._encode_fragment = encode_fragment
+        self._backend = backend
         # A control token of one character cannot be told from text, so no text yields it.
         self._control = _Splitter({text: token for text, token in control.items() if len(text) > 1})
         self._user_defined = _Splitter({text: token for text, token in user_defined.items() if text})
@@ -105,7 +125,7 @@ class Tokenizer:
         bos, eos = vocab.role_ids.get("bos_token"), vocab.role_ids.get("eos_token")
         return cls(
             vocab_size=len(vocab.tokens),
-            encode_fragment=lambda text, first: vocab.encode_fragment(text),
+            backend=Backend(vocab.backend, lambda text, first: vocab.prepare(text)),
             control=control,
             user_defined=of_type(TokenType.USER_DEFINED),
             special_ids=frozenset(token.id for token in control.values()),
@@ -160,14 +180,9 @@ class Tokenizer:
         anchor = tokenizers.AddedToken(f"\ufdd0{secrets.token_hex(16)}\ufdd1", normalized=False, special=False)
         backend.add_tokens([anchor])
 
-        def encode_fragment(text: str, first: bool) -> list[int]:
-            if first:
-                return backend.encode(text, add_special_tokens=False).ids
-            return backend.encode(anchor.content + text, add_special_tokens=False).ids[1:]
-
         return cls(
             vocab_size=vocab_size,
-            encode_fragment=encode_fragment,
+            backend=Backend(backend, lambda text, first: text if first else anchor.content + text, skipped=1),
             control={t.content: TextToken(i, t.lstrip, t.rstrip) for i, t in added.items() if t.special},
             user_defined={},
             special_ids=frozenset(i for i, token in added.items() if token.special),
@@ -178,7 +193,7 @@ class Tokenizer:
             suffix_ids=suffix,
             chat_template=_read_chat_template(folder, settings),
             token_bytes=decoding and decoding[0],
-            decode_ids=lambda ids, skip: backend.decode(ids, skip_special_tokens=skip),
+            decode_ids=lambda ids, skip: backend.decode_batch([ids], skip_special_tokens=skip)[0],
             strip_space=bool(decoding and decoding[1]),
         )
 
@@ -187,20 +202,45 @@ class Tokenizer:
         """The strings that stand for control tokens where control tokens count."""
         return self._control.tokens
 
-    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = True) -> list[int]:
-        """Token ids of a text.
+    def encode(
+        self, text: str, *, parse_special: bool = False, add_bos: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of a text. Other Python threads go on meanwhile, however long it is.
 
         Args:
           parse_special: whether the strings of control tokens in the text become those tokens.
           add_bos: whether to add what the model's prompts begin with (and end with, where the checkpoint says so).
+          max_tokens: refuse a text of more tokens; one that is too large for that is not encoded at all.
 
         Raises:
-          InvalidArgumentError: if the text is no string or holds half of a surrogate pair.
+          InvalidArgumentError: if the text is no string, holds half of a surrogate pair, or is too long.
         """
         if not isinstance(text, str):
             raise InvalidArgumentError("text", text, "a string")
-        ids = self.encode_segments(self.split_control(text) if parse_special else [text])
+        self.check_size("text", text, max_tokens)
+        ids = self.encode_segments(self.split_control(text) if parse_special else [text], max_tokens=max_tokens)
         return [*self._prefix_ids, *ids, *self._suffix_ids] if add_bos else ids
+
+    def check_size(self, field: str, text: str, max_tokens: int | None) -> None:
+        """Refuses a text that is more tokens than `max_tokens` however it is encoded.
+
+        Raises:
+          InvalidArgumentError: if so; it names the size, and the limit in bytes.
+        """
+        bound = self.token_bound
+        if max_tokens is None or bound is None or 4 * len(text) <= max_tokens * bound.max_bytes:
+            return
+        size, most = bound.size(text), max_tokens * bound.max_bytes
+        if size > most:
+            allowed = f"at most {max_tokens} tokens, which are at most {most} bytes ({bound.max_bytes} bytes a token)"
+            raise InvalidArgumentError(field, f"a text of {size} bytes", allowed)
+
+    @functools.cached_property
+    def token_bound(self) -> TokenBound | None:
+        """How much of a text one token can stand for, if there is a limit to it."""
+        apart = {**self._control.tokens, **self._user_defined.tokens}
+        strips = any(token.lstrip or token.rstrip for token in apart.values())
+        return token_bound(self._backend.library, apart, loses_spaces=strips)
 
     def split_control(self, text: str) -> Iterator[str | int]:
         """Cuts a text at the strings of control tokens, giving those as ids."""
@@ -210,24 +250,35 @@ class Tokenizer:
         """Puts a mark, which is in no control string, into each control string of a text, so that none is left."""
         return self._control.break_up(text, mark)
 
-    def encode_segments(self, segments: Iterable[str | int]) -> list[int]:
+    def encode_segments(self, segments: Iterable[str | int], *, max_tokens: int | None = None) -> list[int]:
         """Token ids of one text given in pieces; strings are plain text, ids stay as they are.
 
         Raises:
-          InvalidArgumentError: if a string holds half of a surrogate pair.
+          InvalidArgumentError: if a string holds half of a surrogate pair, or there are more than `max_tokens`.
         """
         ids: list[int] = []
-        first = True
+        parts = enumerate(self._parts(segments))
+        while batch := list(islice(parts, _BATCH)):
+            texts = [self._backend.prepare(part, at == 0) for at, part in batch if isinstance(part, str)]
+            # Of a batch, even of one text, the library lets go of the interpreter's lock while it encodes.
+            encoded = iter(self._backend.library.encode_batch_fast(texts, add_special_tokens=False))
+            for at, part in batch:
+                if isinstance(part, int):
+                    ids.append(part)
+                    continue
+                encoding, skipped = next(encoded), self._backend.skipped if at else 0
+                count = len(ids) + len(encoding) - skipped  # known before any id is made a Python object
+                if max_tokens is not None and count > max_tokens:
+                    raise InvalidArgumentError("prompt", f"at least {count} tokens", f"at most {max_tokens} tokens")
+                ids += encoding.ids[skipped:]
+        return ids
+
+    def _parts(self, segments: Iterable[str | int]) -> Iterator[str | int]:
         for segment in segments:
-            parts = self._user_defined.split(segment) if isinstance(segment, str) else (segment,)
-            for part in parts:
+            for part in self._user_defined.split(segment) if isinstance(segment, str) else (segment,):
                 if isinstance(part, str):
                     _check_text(part)
-                    ids += self._encode_fragment(part, first)
-                else:
-                    ids.append(part)
-                first = False
-        return ids
+                yield part
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD.
@@ -269,29 +320,47 @@ class _Splitter:
     def __init__(self, tokens: Mapping[str, TextToken]):
         self.tokens = dict(tokens)
         texts = sorted(tokens, key=len, reverse=True)
+        self._longest = len(texts[0]) if texts else 0
         self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
         # A string's first character with the rest ahead: so strings that overlap are all found.
         firsts = [f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in tokens]
         self._first = re.compile("|".join(firsts)) if firsts else None
 
     def break_up(self, text: str, mark: str) -> str:
-        return text if self._first is None else self._first.sub(rf"\g<0>{mark}", text)
+        broken: list[str] = []
+        end = 0
+        for match in self._matches(self._first, text):
+            broken += text[end : match.end()], mark
+            end = match.end()
+        return "".join([*broken, text[end:]])
 
     def split(self, text: str) -> Iterator[str | int]:
         end = 0
-        for match in self._pattern.finditer(text) if self._pattern else ():
+        for match in self._matches(self._pattern, text):
             token = self.tokens[match[0]]
             before = text[end : match.start()]
             if token.lstrip:
-                before = before.rstrip(_SPACES)
+                before = before.rstrip(SPACES)
             if before:
                 yield before
             yield token.id
             end = match.end()
-            while token.rstrip and end < len(text) and text[end] in _SPACES:
+            while token.rstrip and end < len(text) and text[end] in SPACES:
                 end += 1
         if end < len(text):
             yield text[end:]
+
+    def _matches(self, pattern: re.Pattern[str] | None, text: str) -> Iterator[re.Match[str]]:
+        """All matches, found piece by piece: no other Python thread runs while `re` searches."""
+        at = 0
+        while pattern is not None and at < len(text):
+            # A match that begins in the piece may end after it.
+            match = pattern.search(text, at, at + _SCANNED + self._longest)
+            if match is not None and match.start() < at + _SCANNED:
+                yield match
+                at = match.end()
+            else:
+                at += _SCANNED
 
 
 def _check_text(text: str) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from jaxinfer.config import LayerSpec, ModelConfig, SchedulerConfig
+from jaxinfer.engine.engine import PromptLimits
+from jaxinfer.engine.text_threads import TextThreads, result_or_undo
 from jaxinfer.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -88,6 +90,8 @@ class FakeEngine:
             bos_token_id=BOS,
         )
         self.mesh = "tensor=1"
+        self.prompt_limits = PromptLimits(max_tokens=200_000, max_bytes=None)
+        self.text_threads = TextThreads()
         self.scheduler_config = SchedulerConfig(
             max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200_000, page_size=16, num_pages=100
         )
@@ -124,6 +128,13 @@ class FakeEngine:
             if not self._thread.ident:
                 self._thread.start()
         return prompt
+
+    async def submit_async(self, request: Request, sink: Callable[[list[Event]], None]) -> list[int]:
+        return await result_or_undo(
+            self.text_threads.submit(0, self.submit, request, sink),
+            never_began=lambda: None,
+            undo=lambda: self.abort(request.request_id),
+        )
 
     def _run(self) -> None:
         while not self.closed:
@@ -190,12 +201,12 @@ class FakeEngine:
             self.aborted.append(request_id)
         return live is not None
 
-    def tokenize(self, text: str, *, parse_special: bool = False, add_bos: bool = True) -> list[int]:
+    def tokenize(self, text: str, *, parse_special: bool = False, add_bos: bool = True, max_tokens=None) -> list[int]:
         if parse_special:
             text = text.replace("<s>", "\3")
         return [BOS] * add_bos + [ord(character) for character in text]
 
-    def tokenize_chat(self, messages) -> list[int]:
+    def tokenize_chat(self, messages, *, max_tokens=None) -> list[int]:
         return [ord(each) for turn in messages or () for each in f"{turn['role']}:{turn['content']};"]
 
     def detokenize(self, token_ids, *, skip_special_tokens: bool = True) -> str:

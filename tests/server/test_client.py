@@ -14,6 +14,7 @@ from server_harness import run, serving, until
 
 from jaxinfer.errors import DeadlineExceededError, InvalidArgumentError, RequestExistsError
 from jaxinfer.types import Delta, Finished, FinishReason, SamplingParams, Timings, Usage
+from server import inference_pb2 as pb
 from server import wire
 from server.client import AsyncClient, AsyncGenerateStream, Client, GenerateStream
 from server.grpc_service import GrpcServer
@@ -226,7 +227,7 @@ def test_a_deadline_between_the_last_message_and_the_status_is_no_error():
     last = Finished((), Usage(1, 0, 0), Timings(0.0, 0.0, 0.0))
 
     def messages():
-        yield wire.event_to_proto("r", last)
+        yield pb.GenerateResponse.FromString(wire.event_to_bytes("r", last))
         raise TooLate
 
     async def messages_async():

@@ -96,7 +96,7 @@ def test_requests(prompt, params, parse_special, priority):
 @settings(max_examples=150, deadline=None)
 @given(delta | finished | prompt_logprobs)
 def test_events(event):
-    message = sent(wire.event_to_proto("it", event))
+    message = pb.GenerateResponse.FromString(wire.event_to_bytes("it", event))
     assert message.request_id == "it"
     assert wire.event_from_proto(message) == event
 
@@ -109,7 +109,7 @@ def test_a_whole_generation(deltas, prompt_logprobs, finished):
     ends = tuple(types.SampleEnd(index, types.FinishReason.STOP, "x") for index in range(count))
     finished = replace(finished, ends=ends)
     events = [*([] if prompt_logprobs is None else [prompt_logprobs]), *deltas, finished]
-    made = wire.generation_from_proto(sent(wire.generation_to_proto("it", events)))
+    made = wire.generation_from_proto(pb.UnaryGenerateResponse.FromString(wire.generation_to_bytes("it", events)))
     assert (made.request_id, made.prompt_logprobs) == ("it", prompt_logprobs)
     assert (made.usage, made.timings) == (finished.usage, finished.timings)
     assert tuple(sample.end for sample in made.samples) == ends
@@ -162,7 +162,7 @@ def test_a_request_has_the_time_that_is_left():
 def test_a_logprob_of_zero_probability():
     at = types.PositionLogprobs(types.TokenLogprob(1, -math.inf, 5), ())
     event = types.Delta(0, "", (1,), (at,))
-    assert wire.event_from_proto(sent(wire.event_to_proto("it", event))) == event
+    assert wire.event_from_proto(pb.GenerateResponse.FromString(wire.event_to_bytes("it", event))) == event
 
 
 def test_zero_is_not_unset():

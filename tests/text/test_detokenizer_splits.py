@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import pytest
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import tokenizer_of
 
 from jaxinfer.text.detokenizer import Detokenizer
-from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import Backend, Tokenizer
 
 KINDS = ("bytes", "sentencepiece", "window")
 
@@ -22,7 +23,7 @@ def tokenizer_for(kind: str, tokens: Sequence[bytes]) -> Tokenizer:
         return tokenizer_of(list(tokens), strip_space=kind == "sentencepiece")
     return Tokenizer(
         vocab_size=len(tokens),
-        encode_fragment=lambda text, first: [],
+        backend=Backend(tokenizers.Tokenizer(tokenizers.models.BPE()), lambda text, first: text),
         control={},
         user_defined={},
         special_ids=frozenset(),

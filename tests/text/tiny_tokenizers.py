@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import tokenizers
+
 from jaxinfer.text.gguf_vocab import byte_level_bytes
-from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import Backend, Tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -53,7 +55,7 @@ def tokenizer_of(pieces: list[bytes], *, special: tuple[int, ...] = (), strip_sp
     """A tokenizer that only decodes: id i stands for the i-th piece."""
     return Tokenizer(
         vocab_size=len(pieces),
-        encode_fragment=lambda text, first: [],
+        backend=Backend(tokenizers.Tokenizer(tokenizers.models.BPE()), lambda text, first: text),
         control={},
         user_defined={},
         special_ids=frozenset(special),
