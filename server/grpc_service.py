@@ -200,6 +200,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with _errors_become_statuses(context, "Detokenize"):
             engine = self._engine_for(message)
             skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+            if (count := len(message.token_ids)) > MAX_TOKENS_OF_TEXT:
+                raise InvalidArgumentError("token_ids", f"{count} ids", f"at most {MAX_TOKENS_OF_TEXT}")
             ids = list(message.token_ids)
             work = partial(engine.detokenize, ids, skip_special_tokens=skip)
             return pb.DetokenizeResponse(text=await engine.text_threads.run(message.ByteSize(), work))
@@ -356,8 +358,7 @@ class GrpcServer:
         engine = self.service.engine
         if engine is None:
             return None
-        prompt = engine.prompt_limits
-        return Limits(prompt.max_tokens, prompt.max_bytes, engine.model_config.vocab_size)
+        return Limits(engine.prompt_limits, engine.model_config.vocab_size)
 
     def set_engine(self, engine: Engine) -> None:
         """Hands over the engine; health turns to SERVING once its state is "ready"."""

@@ -8,19 +8,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from jaxinfer.errors import InvalidArgumentError, JaxinferError, UnsupportedError
+from jaxinfer.text.tokenizer import too_large
 from server import inference_pb2 as pb
 from server import wire
 
+if TYPE_CHECKING:
+    from jaxinfer.engine.engine import PromptLimits
+
 MEASURED_BYTES = 1 << 18  # a message of fewer is read in a few milliseconds, whatever is in it
 MAX_MESSAGES = 10_000  # of a conversation
-MAX_TOKENS_OF_TEXT = 1 << 20  # that Tokenize gives and Detokenize takes
+MAX_TOKENS_OF_TEXT = 1 << 19  # that Tokenize gives and Detokenize takes
 MIN_TOKENIZED_BYTES = 4 << 20  # of text that Tokenize takes in any case
 _ID_BYTES = 5  # of a token id, at most
 _SMALL_FIELD_BYTES = 1 << 16  # of a field that holds no prompt
@@ -30,25 +34,20 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What of a served model bounds the size of requests.
+    """What of a served model bounds the size of requests."""
 
-    Attributes:
-      max_bytes: of a prompt as text, in UTF-8; None is no limit.
-    """
-
-    max_tokens: int
-    max_bytes: int | None
+    prompt: PromptLimits
     vocab_size: int
 
     def of(self, kind: Descriptor) -> dict[str, int | None]:
         """Returns the most bytes of each field of such a message that may be large; None is no limit."""
         if kind.name == "GenerateRequest":
-            # The engine itself refuses prompts, exactly; these are far beyond that.
-            ids = 2 * _ID_BYTES * self.max_tokens + _SMALL_FIELD_BYTES
+            # The engine itself refuses token ids exactly; here they are far too many.
+            ids = 2 * _ID_BYTES * self.prompt.max_tokens + _SMALL_FIELD_BYTES
             params = _SMALL_FIELD_BYTES + 24 * self.vocab_size  # an entry of logit_bias has up to 13 bytes
             return {"text": None, "messages": None, "token_ids": ids, "sampling_params": params}
         if kind.name == "TokenizeRequest":
-            text = None if self.max_bytes is None else max(self.max_bytes, MIN_TOKENIZED_BYTES)
+            text = None if self.prompt.max_bytes is None else max(self.prompt.max_bytes, MIN_TOKENIZED_BYTES)
             return {"text": text, "messages": text}
         if kind.name == "DetokenizeRequest":
             return {"token_ids": _ID_BYTES * MAX_TOKENS_OF_TEXT}
@@ -71,7 +70,11 @@ def check(raw: bytes, kind: Descriptor, limits: Limits) -> None:
         most = allowed.get(field.name, _SMALL_FIELD_BYTES)
         if most is not None and sizes[field.name] > most:
             raise InvalidArgumentError(field.name, f"{sizes[field.name]} bytes", f"at most {most} bytes")
-        if field.name == "messages":
+        bound = limits.prompt.bound
+        if kind.name == "GenerateRequest" and field.name == "text" and bound is not None:
+            if bound.exceeded(memoryview(raw)[begin:end], limits.prompt.max_tokens):
+                raise too_large("text", f"{end - begin} bytes", limits.prompt.max_tokens, bound)
+        elif field.name == "messages":
             for turn, _ in enumerate(_fields(raw, begin, end), 1):
                 if turn > MAX_MESSAGES:
                     raise InvalidArgumentError("messages", f"over {MAX_MESSAGES} messages", f"at most {MAX_MESSAGES}")

@@ -27,7 +27,7 @@ from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.sequence import NO_WORDS, make_samples
 from jaxinfer.engine.startup import Progress, Started, compile_programs, described, lay_out, start_threads, start_up
-from jaxinfer.engine.text_threads import SHORT_TEXT_BYTES, TextThreads, result_or_undo
+from jaxinfer.engine.text_threads import TextThreads, result_or_undo
 from jaxinfer.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -40,6 +40,7 @@ from jaxinfer.errors import (
 )
 from jaxinfer.text.bad_words import bad_word_rows
 from jaxinfer.text.chat import encode_chat
+from jaxinfer.text.token_bound import TokenBound
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import EngineStats, Event, Failed, Finished, Request, SamplingParams
 
@@ -76,11 +77,16 @@ class PromptLimits:
 
     Attributes:
       max_tokens: as token ids.
-      max_bytes: as text, in UTF-8; None where no such limit follows from the one in tokens.
+      bound: how much text one token can be; None where that is not known.
     """
 
     max_tokens: int
-    max_bytes: int | None
+    bound: TokenBound | None
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Of text that is all tokens."""
+        return None if self.bound is None else self.max_tokens * self.bound.max_bytes
 
 
 class Engine:
@@ -198,8 +204,7 @@ class Engine:
     @property
     def prompt_limits(self) -> PromptLimits:
         """What a prompt may be at most; a larger one is refused before it is tokenized."""
-        most, bound = self.scheduler_config.max_prompt_tokens, self.tokenizer.token_bound
-        return PromptLimits(most, None if bound is None else most * bound.max_bytes)
+        return PromptLimits(self.scheduler_config.max_prompt_tokens, self.tokenizer.token_bound)
 
     def tokenize(
         self, text: str, *, parse_special: bool = False, add_bos: bool = True, max_tokens: int | None = None
@@ -245,8 +250,7 @@ class Engine:
         """
         with self._refusals():
             size = _text_size(request)
-            if size > SHORT_TEXT_BYTES:
-                await self.text_threads.run(0, self._check_size, request)
+            self._check_size(request)
             self._enter(request)
             return await result_or_undo(
                 self.text_threads.submit(size, self._proceed, request, sink),

@@ -20,6 +20,7 @@ _SHRINKING = {"ByteLevel": 1, "Prepend": 1, "NFD": 3, "NFC": 4, "NFKD": 4, "NFKC
 # These cut a text and lose nothing of it.
 _CUTTING = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
 # In UTF-8 these occur in no text.
+_PIECE = 1 << 16  # of a text, in characters or bytes
 _NO_BYTES = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 
 
@@ -29,21 +30,28 @@ class TokenBound:
 
     Attributes:
       max_bytes: most bytes of UTF-8.
-      lost_bytes: bytes for which the vocabulary has no token: they become nothing, however many there are.
-      loses_spaces: whether spaces around some tokens become nothing.
+      lost_bytes: bytes that may become nothing, however many there are: those for which the vocabulary has no token,
+        and those of spaces, where some tokens take in all the spaces around them.
     """
 
     max_bytes: int
     lost_bytes: bytes = b""
-    loses_spaces: bool = False
 
-    def size(self, text: str) -> int:
-        """Returns how many bytes of a text become tokens, at least."""
-        data = text.encode("utf-8", errors="surrogatepass")
-        lost = sum(data.count(byte) for byte in self.lost_bytes)
-        if self.loses_spaces:
-            lost += sum(text.count(space) * len(space.encode()) for space in SPACES)
-        return len(data) - lost
+    def exceeded(self, text: str | memoryview, num_tokens: int) -> bool:
+        """Returns whether a text, or the bytes of one, is more than so many tokens whatever they are.
+
+        It looks at little more of the text than would fit, and piece by piece, so that other Python threads go on.
+        """
+        left = num_tokens * self.max_bytes
+        if len(text) * (4 if isinstance(text, str) else 1) <= left:
+            return False
+        for first in range(0, len(text), _PIECE):
+            piece = text[first : first + _PIECE]
+            data = piece.encode("utf-8", errors="surrogatepass") if isinstance(piece, str) else bytes(piece)
+            left -= len(data.translate(None, delete=self.lost_bytes))
+            if left < 0:
+                return True
+        return False
 
 
 def token_bound(
@@ -56,6 +64,7 @@ def token_bound(
 
     Args:
       strings: those that become one token each before the library sees the rest of a text.
+      loses_spaces: whether these take in the spaces around them.
     """
     normalizer, pre_tokenizer = _parts(_state(library.normalizer)), _parts(_state(library.pre_tokenizer))
     shrinking = _shrinking(normalizer)
@@ -74,7 +83,7 @@ def token_bound(
         lost = bytes(byte for byte in range(256) if f"<0x{byte:02X}>" not in vocabulary and byte not in _NO_BYTES)
     else:
         return None
-    if lost and (shrinking > 1 or not by_character or library.model.unk_token is not None):
+    if lost and (shrinking > 1 or not by_character or getattr(library.model, "unk_token", "") is not None):
         return None  # all of a run of unknown characters may be one token
     plain = {token.content for token in added}
     longest = max(
@@ -82,7 +91,9 @@ def token_bound(
         len(token) if by_character and token not in plain else len(token.encode("utf-8", errors="surrogatepass"))
         for token in (*vocabulary, *strings)
     )
-    return TokenBound(shrinking * longest, lost, loses_spaces or any(token.lstrip or token.rstrip for token in added))
+    if loses_spaces or any(token.lstrip or token.rstrip for token in added):
+        lost = bytes({*lost, *SPACES.encode()})
+    return TokenBound(shrinking * longest, lost)
 
 
 def _state(part: Any) -> dict[str, Any] | None:

@@ -225,15 +225,11 @@ class Tokenizer:
         """Refuses a text that is more tokens than `max_tokens` however it is encoded.
 
         Raises:
-          InvalidArgumentError: if so; it names the size, and the limit in bytes.
+          InvalidArgumentError: if so; it names the size, and the limit in tokens and in bytes.
         """
         bound = self.token_bound
-        if max_tokens is None or bound is None or 4 * len(text) <= max_tokens * bound.max_bytes:
-            return
-        size, most = bound.size(text), max_tokens * bound.max_bytes
-        if size > most:
-            allowed = f"at most {max_tokens} tokens, which are at most {most} bytes ({bound.max_bytes} bytes a token)"
-            raise InvalidArgumentError(field, f"a text of {size} bytes", allowed)
+        if max_tokens is not None and bound is not None and bound.exceeded(text, max_tokens):
+            raise too_large(field, f"{len(text)} characters", max_tokens, bound)
 
     @functools.cached_property
     def token_bound(self) -> TokenBound | None:
@@ -361,6 +357,13 @@ class _Splitter:
                 at = match.end()
             else:
                 at += _SCANNED
+
+
+def too_large(field: str, size: str, max_tokens: int, bound: TokenBound) -> InvalidArgumentError:
+    """What says that a text has more tokens than it may have, though nobody has counted them."""
+    most = max_tokens * bound.max_bytes
+    allowed = f"at most {max_tokens} tokens, which are at most {most} bytes ({bound.max_bytes} bytes a token)"
+    return InvalidArgumentError(field, f"a text of {size}", allowed)
 
 
 def _check_text(text: str) -> None:

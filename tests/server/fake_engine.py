@@ -90,7 +90,7 @@ class FakeEngine:
             bos_token_id=BOS,
         )
         self.mesh = "tensor=1"
-        self.prompt_limits = PromptLimits(max_tokens=200_000, max_bytes=None)
+        self.prompt_limits = PromptLimits(max_tokens=200_000, bound=None)
         self.text_threads = TextThreads()
         self.scheduler_config = SchedulerConfig(
             max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200_000, page_size=16, num_pages=100
