@@ -19,6 +19,7 @@ from jaxinfer.errors import InvalidArgumentError, JaxinferError
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 8192  # of all stop strings together
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 16
 MAX_LOGIT_BIAS = 100.0
@@ -115,6 +116,8 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError(name, getattr(self, name), "true or false")
         stop = _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, MAX_STOP_STRINGS)
+        if (length := sum(map(len, stop))) > MAX_STOP_CHARACTERS:
+            raise InvalidArgumentError("stop", f"{length} characters", f"at most {MAX_STOP_CHARACTERS} of all together")
         if stop and not self.detokenize:
             raise InvalidArgumentError("stop", list(stop), "stop strings need detokenize, since they are found in text")
         object.__setattr__(self, "stop", stop)

@@ -5,11 +5,14 @@
 Starts `jaxinfer serve` on a free port of loopback, with few places to run and to wait, and stops it at the end. First
 comes what it can serve: a closed loop with as many requests as may run. Then the baseline: a closed loop that keeps
 every place to run and to wait taken. Then the overload: requests at random times (a Poisson process), `--factor` times
-as many as it can serve. Times are the client's own, from sending; it runs on the same machine and takes its share.
+as many as it can serve. Last, with the places to run taken, another process sends nothing but prompts of 27 MB, which
+are refused; and then nothing but texts as long as their limit in bytes, which have too many tokens, as is found out on
+one thread. Times are the client's own, from sending; it runs on the same machine and takes its share.
 
 It passes if 99 of 100 refusals come within 50 ms, and each with a hint when to retry; if the time to first token of
-those accepted, median and 99th percentile, is at most 1.5 times the baseline's; and if each request ends once, nothing
-hangs and the server is as before.
+those accepted, median and 99th percentile, is at most 1.5 times the baseline's; if requests beside the prompts of 27 MB
+take at most 1.2 times as long as without, at the 99th percentile; and if each request ends once, nothing hangs and the
+server is as before.
 """
 
 from __future__ import annotations
@@ -20,16 +23,17 @@ import itertools
 import json
 import math
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.errors import JaxinferError, QueueFullError
+from jaxinfer.errors import InvalidArgumentError, JaxinferError, QueueFullError
 from jaxinfer.types import Delta, Finished, SamplingParams
 from server.client import AsyncClient
 
@@ -43,6 +47,9 @@ START_S, STOP_S = 600.0, 60.0  # the server's start; its stop, and its answer to
 WARM_UP_S = 3.0  # of each closed loop, not counted: its queue fills
 CLOSED_LOOP_S = 30.0
 RETRY_S = 0.005
+OVERSIZED_BYTES = 27_000_000
+MAX_OVERSIZED_RATIO = 1.2
+ONE_PER_TOKEN = " a"  # a text of it has a token for every two bytes, or more
 
 
 @dataclass
@@ -125,6 +132,40 @@ class Load:
         return await asyncio.gather(*tasks)
 
 
+async def send_texts(address: str, size: int) -> None:
+    """Sends texts of so many bytes, one after another, until it is killed; prints how each ended, and when."""
+    text = ONE_PER_TOKEN * (size // len(ONE_PER_TOKEN))
+    async with AsyncClient(address) as client:
+        while True:
+            begun, word = time.perf_counter(), "served"
+            try:
+                async with client.generate(text, SamplingParams(max_tokens=1)) as stream:
+                    async for _ in stream:
+                        pass
+            except JaxinferError as error:
+                word = error.code
+            print(word, time.perf_counter() - begun, flush=True)
+
+
+async def beside(address: str, size: int, work: Coroutine[Any, Any, list[Outcome]]) -> tuple[list[Outcome], Any]:
+    """What `work` gives while another process sends such texts, and what became of those."""
+    command = [sys.executable, __file__, "--send-texts", address, str(size)]
+    sender = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        outcomes = await work
+    finally:
+        sender.kill()
+        printed, _ = await sender.communicate()
+    ended = [line.split() for line in printed.decode().splitlines() if line.endswith(tuple("0123456789"))]
+    words = sorted({word for word, _ in ended})
+    return outcomes, {
+        "bytes": size,
+        "sent": len(ended),
+        "ended": words,
+        "ended_ms": milliseconds([float(seconds) for _, seconds in ended]),
+    }
+
+
 # Figures.
 
 
@@ -162,10 +203,10 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
     }
 
 
-def ttft_ratio(figures: dict[str, Any]) -> dict[str, float]:
-    """Time to first token under overload, to the baseline's; empty if either has none."""
-    pressed, alone = figures["overload"]["ttft_ms"], figures["baseline"]["ttft_ms"]
-    return {point: round(pressed[point] / alone[point], 3) for point in ("p50", "p99")} if pressed and alone else {}
+def ratio(phase: dict[str, Any], base: dict[str, Any], name: str) -> dict[str, float]:
+    """Percentiles of one phase to those of another; empty if either has none."""
+    ours, theirs = phase[name], base[name]
+    return {point: round(ours[point] / theirs[point], 3) for point in ("p50", "p99")} if ours and theirs else {}
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
@@ -182,9 +223,15 @@ def missed(figures: dict[str, Any]) -> list[str]:
         wrong.append(f"refusals took {overload['refusal_ms']['p99']} ms (p99), over {MAX_REFUSAL_MS:g}")
     if overload["without_hint"]:
         wrong.append(f"{overload['without_hint']} refusals had no hint when to retry")
-    for point, ratio in ttft_ratio(figures).items():
-        if not ratio <= MAX_TTFT_RATIO:
-            wrong.append(f"time to first token ({point}) is {ratio:.2f} times the baseline's, over {MAX_TTFT_RATIO:g}")
+    for point, longer in figures["ttft_ratio"].items():
+        if not longer <= MAX_TTFT_RATIO:
+            wrong.append(f"time to first token ({point}) is {longer:.2f} times the baseline's, over {MAX_TTFT_RATIO:g}")
+    for name in ("oversized", "longest"):
+        texts = figures[name]["texts"]
+        if texts["ended"] != ["invalid_argument"]:
+            wrong.append(f"{name} texts ended as {texts['ended']} ({texts['sent']} of them)")
+    if not figures["oversized"]["total_ratio"]["p99"] <= MAX_OVERSIZED_RATIO:
+        wrong.append(f"beside texts of 27 MB requests take {figures['oversized']['total_ratio']} times as long")
     if after["health"] != "SERVING" or after["pages_in_use"] or after["compiles"] or after["audit_breaches"]:
         wrong.append(f"the server is not as before: {after}")
     if not after["idle_total_ms"] <= MAX_IDLE_RATIO * figures["idle_total_ms"]:
@@ -207,6 +254,12 @@ def table(figures: dict[str, Any]) -> str:
         for cells in (zip(row, widths, strict=True) for row in rows)
     ]
     alone, after = figures["idle_total_ms"], figures["after"]
+    for name in ("oversized", "longest"):
+        phase, texts = figures[name], figures[name]["texts"]
+        lines.append(
+            f"beside texts of {texts['bytes']} bytes ({texts['sent']} sent, {texts['ended']}, {texts['ended_ms']}), to "
+            f"without: total {phase['total_ratio']}, time to first token {phase['ttft_ratio']}"
+        )
     lines += [
         f"ttft, to the baseline's: {figures['ttft_ratio']}",
         f"one request alone: {alone} ms before, {after['idle_total_ms']} ms after; then {after}",
@@ -245,12 +298,33 @@ async def measure(
         cpu_s = time.process_time()
         figures["overload"] = summary(await load.open(rate, seconds), seconds)
         figures["overload"]["client_cpu_share"] = round((time.process_time() - cpu_s) / seconds, 3)
-        figures["ttft_ratio"] = ttft_ratio(figures)
+        figures["ttft_ratio"] = ratio(figures["overload"], figures["baseline"], "ttft_ms")
+        longest = await longest_text(client)
+        for name, size in (("oversized", OVERSIZED_BYTES), ("longest", longest)):
+            say(f"{name}: beside texts of {size} bytes")
+            # Without them before and after, so that a machine that changes meanwhile shows less.
+            half = (CLOSED_LOOP_S + WARM_UP_S) / 2
+            without = await load.closed(max_num_seqs, half)
+            outcomes, texts = await beside(address, size, load.closed(max_num_seqs, CLOSED_LOOP_S))
+            without += await load.closed(max_num_seqs, half)
+            figures[name] = summary(outcomes, counted) | {"texts": texts, "without": summary(without, CLOSED_LOOP_S)}
+            for kind in ("total", "ttft"):
+                figures[name][f"{kind}_ratio"] = ratio(figures[name], figures[name]["without"], f"{kind}_ms")
         after = {"idle_total_ms": await idle_total_ms()}
         await asyncio.sleep(0.5)  # the engine looks at its own books once it is idle
         figures["after"] = after | await state(client)
     figures["missed"] = missed(figures)
     return figures | {"passed": not figures["missed"]}
+
+
+async def longest_text(client: AsyncClient) -> int:
+    """Bytes of the longest text that is tokenized before it is refused, found by its limit's own words."""
+    try:
+        await client.unary_generate(ONE_PER_TOKEN * (OVERSIZED_BYTES // 2), SamplingParams(max_tokens=1))
+    except InvalidArgumentError as error:
+        if found := re.search(r"at most (\d+) bytes", str(error)):
+            return int(found[1])
+    raise RuntimeError(f"a text of {OVERSIZED_BYTES} bytes was not refused by a limit in bytes")
 
 
 async def state(client: AsyncClient) -> dict[str, Any]:
@@ -295,7 +369,11 @@ def main() -> int:
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--max-waiting", type=int, default=16)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--send-texts", nargs=2, metavar=("ADDRESS", "BYTES"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.send_texts:
+        address, size = arguments.send_texts
+        asyncio.run(send_texts(address, int(size)))
     command = [str(Path(sys.executable).with_name("jaxinfer")), "serve", "--port", "0", "--model", arguments.model]
     sizes = {name: getattr(arguments, name) for name in ("max_num_seqs", "max_waiting")}
     command += [word for name, value in sizes.items() for word in (f"--{name.replace('_', '-')}", str(value))]

@@ -140,9 +140,12 @@ def phases(ttft_s: float, refusal_s: float, **changes: Any) -> dict[str, Any]:
     alone = overload.summary([accepted], 1.0)
     pressed = overload.summary([replace(accepted, first_s=ttft_s), *[replace(refused, **changes)] * 3], 2.0)
     after = {"health": "SERVING", "idle_total_ms": 110.0, "pages_in_use": 0, "compiles": 0, "audit_breaches": 0}
+    texts = {"bytes": 9, "sent": 3, "ended": ["invalid_argument"], "ended_ms": overload.milliseconds([0.1])}
+    beside = alone | {"texts": texts, "total_ratio": {"p50": 1.0, "p99": 1.1}, "ttft_ratio": {"p50": 1.0, "p99": 1.1}}
     figures = {"idle_total_ms": 100.0, "capacity": alone, "baseline": alone, "overload": pressed, "after": after}
+    figures |= {"oversized": beside, "longest": beside}
+    figures["ttft_ratio"] = overload.ratio(pressed, alone, "ttft_ms")
     return figures | {
-        "ttft_ratio": overload.ttft_ratio(figures),
         "missed": overload.missed(figures),
         "passed": not overload.missed(figures),
     }
@@ -179,6 +182,15 @@ def test_the_table_shows_the_phases_and_the_verdict():
     ]
     assert good.endswith("passed")
     assert overload.table(phases(1.6, 0.01)).splitlines()[-1].startswith("missed: time to first token")
+
+
+def test_large_prompts_that_slow_others_fail():
+    figures = phases(1.4, 0.01)
+    beside = figures["oversized"]
+    slow = beside | {"total_ratio": {"p50": 1.0, "p99": 1.21}}
+    assert any("27 MB" in each for each in overload.missed(figures | {"oversized": slow}))
+    taken = beside | {"texts": beside["texts"] | {"ended": ["served"]}}
+    assert any("longest texts ended" in each for each in overload.missed(figures | {"longest": taken}))
 
 
 def test_a_server_that_is_not_as_before_fails():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -207,21 +208,17 @@ class _WindowSource:
         return new
 
 
-class _StopMatcher:
-    """Finds stop strings in a text given in pieces (Aho and Corasick, 1975); each character is looked at once."""
+class _StopAutomaton:
+    """Stop strings in the form in which a text is searched for all of them at once (Aho and Corasick, 1975)."""
 
     def __init__(self, stop: Sequence[str]):
         self._next: list[dict[str, int]] = [{}]
         self._fail = [0]
-        self._depth = [0]
-        self._match: list[str | None] = [None]  # the longest stop string that ends here
+        self.depth = [0]
+        self.match: list[str | None] = [None]  # the longest stop string that ends in a state
         for text in stop:
             self._insert(text)
         self._link()
-        self._state = 0
-        self._seen = 0
-        self.best: tuple[int, str] | None = None  # where the first match so far begins, and the stop string
-        self.undecided = 0  # no stop string can begin before this
 
     def _insert(self, text: str) -> None:
         state = 0
@@ -230,41 +227,57 @@ class _StopMatcher:
                 self._next[state][char] = len(self._next)
                 self._next.append({})
                 self._fail.append(0)
-                self._depth.append(self._depth[state] + 1)
-                self._match.append(None)
+                self.depth.append(self.depth[state] + 1)
+                self.match.append(None)
             state = self._next[state][char]
-        self._match[state] = text
+        self.match[state] = text
 
     def _link(self) -> None:
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
-            if self._match[state] is None:
-                self._match[state] = self._match[self._fail[state]]
+            if self.match[state] is None:
+                self.match[state] = self.match[self._fail[state]]
             for char, child in self._next[state].items():
-                self._fail[child] = self._step(self._fail[state], char) if state else 0
+                self._fail[child] = self.step(self._fail[state], char) if state else 0
                 queue.append(child)
 
-    def _step(self, state: int, char: str) -> int:
+    def step(self, state: int, char: str) -> int:
+        """Returns the state after a character."""
         while char not in self._next[state]:
             if not state:
                 return 0
             state = self._fail[state]
         return self._next[state][char]
 
+
+# Samples of a request share it, as do requests with the same stop strings.
+_automaton = functools.lru_cache(maxsize=64)(_StopAutomaton)
+
+
+class _StopMatcher:
+    """Finds stop strings in a text given in pieces; each character is looked at once."""
+
+    def __init__(self, stop: tuple[str, ...]):
+        self._automaton = _automaton(stop)
+        self._state = 0
+        self._seen = 0
+        self.best: tuple[int, str] | None = None  # where the first match so far begins, and the stop string
+        self.undecided = 0  # no stop string can begin before this
+
     def feed(self, text: str, *, counts: bool = True) -> bool:
         """Takes the text's next piece; says whether the first match is known, in `best`.
 
         A match that ends in a piece that does not count is passed over.
         """
-        state, best = self._state, self.best
+        automaton, state, best = self._automaton, self._state, self.best
         for seen, char in enumerate(text, self._seen + 1):
-            state = self._step(state, char)
-            match = self._match[state]
+            state = automaton.step(state, char)
+            match = automaton.match[state]
             if counts and match is not None and (best is None or seen - len(match) < best[0]):
                 best = self.best = (seen - len(match), match)
-            if best is not None and seen - self._depth[state] >= best[0]:
+            if best is not None and seen - automaton.depth[state] >= best[0]:
                 return True
         self._state, self._seen = state, self._seen + len(text)
-        self.undecided = self._seen - self._depth[state]
+        self.undecided = self._seen - automaton.depth[state]
         return False

@@ -13,6 +13,7 @@ from tokenizers import decoders, models
 from jaxinfer.errors import InvalidArgumentError
 from jaxinfer.text.detokenizer import Detokenizer, Piece
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import SamplingParams
 
 # Few characters, of one to four bytes, so that stop strings and broken characters are met often.
 ALPHABET = "abc é你🌶\ufffd"
@@ -209,3 +210,9 @@ def test_the_cost_of_a_token_does_not_grow() -> None:
 
     seconds(1000)
     assert seconds(40_000) < 40 * 20 * min(seconds(1000) for _ in range(5))
+
+
+def test_stop_strings_are_short():
+    with pytest.raises(InvalidArgumentError, match=r"stop = '8193 characters' is not allowed: at most 8192"):
+        SamplingParams(stop=["a" * 8000, "b" * 193])
+    assert len(SamplingParams(stop=["a" * 8000, "b" * 192]).stop_strings) == 2
