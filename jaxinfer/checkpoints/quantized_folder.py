@@ -57,6 +57,12 @@ _COMPRESSED_KEYS = KeyTable(
     used=frozenset({"config_groups", "format", "ignore", "kv_cache_scheme", "transform_config", "sparsity_config"}),
     harmless=(*_NOTES, "quantization_status", "global_compression_ratio", "run_compressed", "use_optimized_inference"),
 )
+_GROUP_KEYS = KeyTable(used=frozenset({"targets", "weights", "input_activations", "output_activations", "format"}))
+_WEIGHTS_KEYS = KeyTable(
+    used=frozenset({"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder"}),
+    harmless=("observer*", "scale_dtype", "zp_dtype"),
+    neutral={"dynamic": (False,)},
+)
 _FP8_KEYS = KeyTable(
     used=frozenset({"fmt", "weight_block_size"}),
     # Activations are not rounded, and scales say themselves whether they are powers of two.
@@ -89,6 +95,10 @@ def method_of(config: Mapping[str, Any]) -> tuple[str, Method] | None:
         raise UnsupportedError(f"quantization_config ({name}) is not supported; known: {', '.join(METHODS)}")
     method, keys = METHODS[name]
     keys.check(quantization, "quantization_config.")
+    for group in (quantization.get("config_groups") or {}).values():
+        if isinstance(group, Mapping):
+            _GROUP_KEYS.check(group, "config_groups.")
+            _WEIGHTS_KEYS.check(group.get("weights") or {}, "config_groups.weights.")
     return name, method(quantization)
 
 

@@ -177,7 +177,10 @@ def test_keys_that_are_not_known_are_warned_of(caplog):
     )
     method_of({"quantization_config": CT4 | {"quantization_status": "compressed", "kv_cache_scheme": {"num_bits": 8}}})
     method_of({"quantization_config": FP8 | {"ignored_layers": ["lm_head"], "scale_fmt": "ue8m0"}})
-    assert [message.split(" = ")[0] for message in caplog.messages] == ["quantization_config.scale_dtype"]
+    method_of({"quantization_config": ct("int-quantized", observer="minmax", scale_dtype=None, scale_by=2)})
+    assert [message.split(" = ")[0] for message in caplog.messages] == [
+        *("quantization_config.scale_dtype", "config_groups.weights.scale_by")
+    ]
 
 
 def test_config_groups_are_chosen_by_name_then_pattern_then_class(tmp_path):
@@ -282,6 +285,7 @@ def test_zero_points_of_what_is_symmetric_are_checked(tmp_path, config, stored):
         (CT4 | {"transform_config": {"config_groups": {"r1": {}}}}, "transform_config"),
         (CT4 | {"config_groups": {"FP8": ["Linear"]}}, "FP8"),
         (ct("pack-quantized", num_bits=3), "int 3 bits"),
+        (ct("int-quantized", dynamic=True), r"weights\.dynamic True"),
         (ct("float-quantized", type="float", strategy="tensor_group"), "tensor_group"),
         (FP8 | {"fmt": "e5m2"}, "e5m2"),
     ],
