@@ -238,8 +238,15 @@ def write_tokenizer(folder: Path) -> None:
 # ---- GGUF
 
 
-def write_gguf(path: Path, tiny: Tiny, dtype: str = "F32") -> dict[str, np.ndarray]:
-    """Writes the variant as llama.cpp's converter would, its matrices in the given type.
+def write_gguf(
+    path: Path,
+    tiny: Tiny,
+    dtype: str = "F32",
+    metadata: dict[str, float | int | str | bool] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+) -> dict[str, np.ndarray]:
+    """Writes the variant as llama.cpp's converter would, its matrices in the given type, and `metadata` and `tensors`
+    besides.
 
     Returns what the file holds, in float32, by Hugging Face names and in Hugging Face's order of rows: the weights,
     rounded as the type does. Of the K types, which the gguf package cannot make, the blocks are random.
@@ -247,6 +254,9 @@ def write_gguf(path: Path, tiny: Tiny, dtype: str = "F32") -> dict[str, np.ndarr
     rng = np.random.default_rng(tiny.seed)
     writer = gguf.GGUFWriter(path, "llama")
     _write_metadata(writer, tiny)
+    for key, value in (metadata or {}).items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](key, value)
     kind = gguf.GGMLQuantizationType[dtype]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, tiny.layers)
     held = {}
@@ -262,6 +272,8 @@ def write_gguf(path: Path, tiny: Tiny, dtype: str = "F32") -> dict[str, np.ndarr
     factors = _rope_factors(tiny)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
+    for name, value in (tensors or {}).items():
+        writer.add_tensor(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

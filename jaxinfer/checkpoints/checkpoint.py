@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxinfer.checkpoints.extras import fitted, unwrapped
 from jaxinfer.checkpoints.manifest import GGUF_TOKENIZER, TOKENIZER, WEIGHTS, read_manifest
 from jaxinfer.checkpoints.placement import Progress, Weights, load_weights
 from jaxinfer.checkpoints.reader import TensorReader, read_json, shown
@@ -40,7 +41,7 @@ def parse_dtype(name: str) -> np.dtype | None:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint; nothing but headers has been read.
+    """An opened checkpoint; little but headers has been read.
 
     Attributes:
       source: where it is.
@@ -123,29 +124,28 @@ def _check_layers(config: ModelConfig, reader: TensorReader) -> None:
 
 
 def _open_hf(source: Source) -> Checkpoint:
-    from jaxinfer.checkpoints.quantized_folder import QuantizedFolder, method_of
+    from jaxinfer.checkpoints.quantized_folder import QuantizedFolder, method_of, with_older_file
     from jaxinfer.checkpoints.safetensors import SafetensorsReader
 
     folder = source.path
     config_json = read_json(folder / "config.json")
     if (folder / "generation_config.json").exists():
         # Chat models often name their end-of-turn tokens only there.
-        generation = read_json(folder / "generation_config.json")
-        config_json["eos_token_id"] = list(
-            dict.fromkeys(_as_list(config_json.get("eos_token_id")) + _as_list(generation.get("eos_token_id")))
-        )
+        ends = _as_list(read_json(folder / "generation_config.json").get("eos_token_id"))
+        if ends:
+            config_json["eos_token_id"] = list(dict.fromkeys(_as_list(config_json.get("eos_token_id")) + ends))
     files = SafetensorsReader(folder)
+    config_json = with_older_file(config_json, files)
     with _naming(folder / "config.json"):
         method = method_of(config_json)
-    reader = files if method is None else QuantizedFolder(files, *method)
-    with _naming(folder / "config.json"):
         family = family_of_hf(config_json)
-        config = family.config_from_hf(config_json)
-        _check_layers(config, reader)
-        names = family.hf_names(config)
-        if unused := sorted(reader.schemes.keys() & names.ignored):
-            raise UnsupportedError(f"{unused[0]} is quantized by itself, which tie_word_embeddings excludes")
-    return Checkpoint(source, config, _natural_dtype(reader), None, folder, reader, names)
+        said = family.config_from_hf(config_json)
+        _check_layers(said, files)
+    with _naming(folder):
+        files.rename(unwrapped(files.tensors, family.hf_names(said), tied=said.tie_embeddings))
+    reader = files if method is None else QuantizedFolder(files, *method)
+    config, names = fitted(said, family.hf_names, reader, says_biases=True)
+    return Checkpoint(source, config, _natural_dtype(reader, names), None, folder, reader, names)
 
 
 def _open_gguf(source: Source) -> Checkpoint:
@@ -155,10 +155,10 @@ def _open_gguf(source: Source) -> Checkpoint:
     shapes = {name: info.shape for name, info in reader.tensors.items()}
     with _naming(source.path):
         family = family_of_gguf(reader.metadata)
-        config = family.config_from_gguf(reader.metadata, shapes, _rope_factors(reader))
-        _check_layers(config, reader)
-        names = family.gguf_names(config)
-    return Checkpoint(source, config, _natural_dtype(reader), reader.metadata, None, reader, names)
+        said = family.config_from_gguf(reader.metadata, shapes, _rope_factors(reader))
+        _check_layers(said, reader)
+    config, names = fitted(said, family.gguf_names, reader, says_biases=False)
+    return Checkpoint(source, config, _natural_dtype(reader, names), reader.metadata, None, reader, names)
 
 
 def _open_orbax(source: Source) -> Checkpoint:
@@ -190,11 +190,11 @@ def _as_list(ids: Any) -> list[Any]:
     return [] if ids is None else ids if isinstance(ids, list) else [ids]
 
 
-def _natural_dtype(reader: TensorReader) -> np.dtype:
+def _natural_dtype(reader: TensorReader, names: NameMap) -> np.dtype:
     """Returns the dtype that most elements of matrices have; bfloat16 where that is a quantized one."""
     elements: Counter[str] = Counter()
-    for info in reader.tensors.values():
-        if len(info.shape) > 1:
+    for name, info in reader.tensors.items():
+        if len(info.shape) > 1 and name in names.targets:
             elements[info.dtype] += math.prod(info.shape)
     floats: dict[str, Any] = {"F64": np.float32, "F32": np.float32, "F16": np.float16}
     most = max(elements, key=elements.__getitem__, default="BF16")

@@ -87,8 +87,8 @@ class Weights:
         spec = self.specs[path].pieces[piece]
         region = tuple(range(*part.indices(size)) for part, size in zip(index, spec.shape, strict=True))
         host = _empty_aligned(tuple(map(len, region)), np.dtype(spec.dtype))
-        if spec.shape != spec.checkpoint_shape:
-            host[...] = 0  # what is padded
+        if spec.shape != spec.checkpoint_shape or len(spec.shape) == 1:
+            host[...] = 0  # what is padded, and biases that are not there
         blocks = [
             block for source in self._sources[path][piece] for block in _blocks(self._reader, source, region, host)
         ]
@@ -215,6 +215,8 @@ def _match(
             misshaped.append(f"{shown(name)} is of {shown(target.path)}, which is no weight of this model")
             continue
         spec = specs[target.path]
+        if name in names.zeros:
+            continue
         rows = 0
         for piece, its_sources in zip(spec.pieces, sources[target.path], strict=True):
             its_rows, pieces = _rows_of(piece, target.part)
@@ -225,7 +227,8 @@ def _match(
         expected = (rows, *spec.checkpoint_shape[1:])
         info = reader.tensors.get(name)
         if info is None:
-            missing.append(f"{name} is missing (expected shape {list(expected)})")
+            tied = ", and tie_word_embeddings is not set" if target.path == "head" else ""
+            missing.append(f"{name} is missing (expected shape {list(expected)}){tied}")
         elif info.shape != expected:
             misshaped.append(f"{name} has shape {list(info.shape)}, expected {list(expected)}")
         elif info.dtype not in reader.dtypes:
@@ -238,10 +241,11 @@ def _match(
         raise CheckpointError(f"{reader.path}: {_listed(problems)}")
     if unreadable:
         raise UnsupportedError(f"{reader.path}: {_listed(unreadable)}; readable: {', '.join(sorted(reader.dtypes))}")
+    incomplete = {names.targets[name].path for name in names.zeros}
     for path, found in sources.items():
         filled = sum(reader.tensors[source.name].shape[0] for source in itertools.chain(*found))
         whole = specs[path].checkpoint_shape
-        if filled != whole[0]:
+        if filled != whole[0] and path not in incomplete:
             raise CheckpointError(f"{reader.path}: {path} {list(whole)} has tensors for {filled} rows")
     return sources
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.checkpoints.reader import Index, TensorInfo, shown
+from jaxinfer.checkpoints.reader import Index, TensorInfo, read_json, shown
 from jaxinfer.checkpoints.safetensors import SafetensorsReader
 from jaxinfer.errors import CheckpointError, UnsupportedError
+from jaxinfer.models.config_keys import KeyTable
 from jaxinfer.quantization.awq import Awq
 from jaxinfer.quantization.compressed_tensors import CompressedTensors
 from jaxinfer.quantization.fp8 import ACTIVATION_SCALES, Fp8
@@ -22,13 +23,61 @@ from jaxinfer.quantization.tensor import Packed, Scheme
 
 logger = logging.getLogger(__name__)
 
-METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method]] = {
-    "awq": Awq,
-    "gptq": Gptq,
-    "compressed-tensors": CompressedTensors,
-    "fp8": Fp8,
-    "fbgemm_fp8": Fp8,
+_NOTES = ("quant_method", "modules_to_not_convert", "ignored_layers", "version", "dequantize", "meta", "tokenizer")
+_AWQ_KEYS = KeyTable(
+    used=frozenset({"bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "checkpoint_format"}),
+    harmless=(*_NOTES, "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "format"),
+)
+_GPTQ_KEYS = KeyTable(
+    used=frozenset(
+        {
+            *("bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "pack_dtype", "dynamic"),
+            *("rotation", "adapter", "is_marlin_format"),
+        }
+    ),
+    # How the numbers were found, and how others multiply by them.
+    harmless=(
+        *(
+            *_NOTES,
+            "backend",
+            "damp_*",
+            "static_groups",
+            "true_sequential",
+            "model_name_or_path",
+            "dataset",
+            "batch_size",
+        ),
+        *("model_file_base_name", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block"),
+        *("modules_in_block_to_quantize", "max_input_length", "cache_block_outputs", "*exllama*", "batch_size"),
+        *("pad_token_id", "use_cuda_fp16", "act_group_aware", "hyb_act", "mse", "quantizer", "quant_type", "lm_head"),
+        *("uri", "v2*"),
+    ),
+)
+_COMPRESSED_KEYS = KeyTable(
+    used=frozenset({"config_groups", "format", "ignore", "kv_cache_scheme", "transform_config", "sparsity_config"}),
+    harmless=(*_NOTES, "quantization_status", "global_compression_ratio", "run_compressed", "use_optimized_inference"),
+)
+_GROUP_KEYS = KeyTable(used=frozenset({"targets", "weights", "input_activations", "output_activations", "format"}))
+_WEIGHTS_KEYS = KeyTable(
+    used=frozenset({"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder"}),
+    harmless=("observer*", "scale_dtype", "zp_dtype"),
+    neutral={"dynamic": (False,)},
+)
+_FP8_KEYS = KeyTable(
+    used=frozenset({"fmt", "weight_block_size"}),
+    # Activations are not rounded, and scales say themselves whether they are powers of two.
+    harmless=(*_NOTES, "activation_scheme", "activation_scale_ub", "scale_fmt", "kv_cache_*", "modules_to_convert"),
+    neutral={"expert_dtype": ("fp8",)},
+)
+METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Method], KeyTable]] = {
+    "awq": (Awq, _AWQ_KEYS),
+    "gptq": (Gptq, _GPTQ_KEYS),
+    "compressed-tensors": (CompressedTensors, _COMPRESSED_KEYS),
+    "fp8": (Fp8, _FP8_KEYS),
+    "fbgemm_fp8": (Fp8, _FP8_KEYS),
 }
+# Beside a config.json that says nothing of it, as the first AutoGPTQ and AutoAWQ wrote them.
+_OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _ROWS = 256  # read at once: where outputs lie side by side, a few of them cost as much as many
 
 
@@ -44,7 +93,27 @@ def method_of(config: Mapping[str, Any]) -> tuple[str, Method] | None:
     name = quantization.get("quant_method", "of an unnamed method")
     if name not in METHODS:
         raise UnsupportedError(f"quantization_config ({name}) is not supported; known: {', '.join(METHODS)}")
-    return name, METHODS[name](quantization)
+    method, keys = METHODS[name]
+    keys.check(quantization, "quantization_config.")
+    for group in (quantization.get("config_groups") or {}).values():
+        if isinstance(group, Mapping):
+            _GROUP_KEYS.check(group, "config_groups.")
+            _WEIGHTS_KEYS.check(group.get("weights") or {}, "config_groups.weights.")
+    return name, method(quantization)
+
+
+def with_older_file(config: dict[str, Any], files: SafetensorsReader) -> dict[str, Any]:
+    """A config.json, with the settings of quantization that lie in a file of their own.
+
+    Raises:
+      CheckpointError: that file cannot be read.
+    """
+    if config.get("quantization_config") or not any(name.endswith(".qweight") for name in files.tensors):
+        return config
+    for name, method in _OLDER_FILES.items():
+        if (files.path / name).exists():
+            return config | {"quantization_config": {"quant_method": method} | read_json(files.path / name)}
+    return config
 
 
 class QuantizedFolder:

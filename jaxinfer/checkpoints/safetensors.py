@@ -7,6 +7,7 @@ safetensors package so that an error can say which tensor of which file it is ab
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections import Counter
@@ -20,6 +21,8 @@ import numpy as np
 from jaxinfer.checkpoints.reader import Index, MappedFile, TensorInfo, check_disjoint, read_json, shown
 from jaxinfer.errors import CheckpointError, UnsupportedError
 from jaxinfer.quantization.tensor import Packed, Scheme
+
+logger = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,6 +39,7 @@ _DTYPES = _FLOATS | {
     "I32": np.dtype(np.int32),
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
@@ -67,10 +71,12 @@ class SafetensorsReader:
         self._places: dict[str, _Place] = {}
         if (folder / SINGLE).exists():
             self._add_file(folder / SINGLE)
+            if (folder / INDEX).exists():
+                self._choose(folder)
         elif (folder / INDEX).exists():
             self._add_shards(folder)
         else:
-            raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}")
+            raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}{_instead(folder)}")
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         return self.mapped(name)[index]
@@ -85,6 +91,11 @@ class SafetensorsReader:
     def file_of(self, name: str) -> Path:
         return self._places[name].file.path
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives tensors other names: old -> new."""
+        self.tensors = {names.get(name, name): info for name, info in self.tensors.items()}
+        self._places = {names.get(name, name): place for name, place in self._places.items()}
+
     def read_packed(self, name: str, rows: slice = slice(None)) -> Packed:
         raise AssertionError(f"{name} is in floats")
 
@@ -94,6 +105,18 @@ class SafetensorsReader:
     def release(self, name: str) -> None:
         place = self._places[name]
         place.file.release(place.offset, place.size)
+
+    def _choose(self, folder: Path) -> None:
+        """Of a single file and an index: the former, as transformers does, unless the latter knows more tensors."""
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or set(map(str, weight_map.values())) <= {SINGLE}:
+            return
+        if missing := sorted(weight_map.keys() - self.tensors.keys()):
+            logger.warning("%s: %s has no %s and is not used, %s is", folder, SINGLE, shown(missing[0]), INDEX)
+            self.tensors, self._places = {}, {}
+            self._add_shards(folder)
+        else:
+            logger.warning("%s: %s is used, %s and the files it names are not", folder, SINGLE, INDEX)
 
     def _add_shards(self, folder: Path) -> None:
         weight_map = read_json(folder / INDEX).get("weight_map")
@@ -111,7 +134,6 @@ class SafetensorsReader:
                 raise CheckpointError(f"{folder / shard}: has no tensor {shown(name)}, though {INDEX} says so")
 
     def _add_file(self, path: Path) -> None:
-        _check_inside(path)
         file = MappedFile(path)
         header_size = int.from_bytes(file.buffer[:8], "little")
         data_start = 8 + header_size
@@ -170,18 +192,24 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
+def _instead(folder: Path) -> str:
+    """What a folder has in their place, for a message."""
+    for name in (SINGLE, INDEX):
+        if (folder / name).is_symlink():
+            return f": {name} is a link to {shown((folder / name).readlink())}, which is not there"
+    adapters = sorted(folder.glob("adapter_model.*"))
+    if adapters:
+        return f", but {adapters[0].name}: a LoRA adapter, which must be merged into its base model first"
+    found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    if found:
+        return f", but {shown(found[0].name)}, whose tensors have other names as a rule; save it with transformers"
+    found = sorted(path for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern) if path.is_file())
+    if found:
+        return f", but {shown(found[0].name)}, whose format (pickle) is not read; save it as safetensors"
+    return ""
+
+
 def _is_file_name(name: str) -> bool:
     """Whether a name from a checkpoint stays in the checkpoint's folder, on any system."""
     surrogates = any("\ud800" <= char <= "\udfff" for char in name)  # which no file system can write
     return name not in ("", ".", "..") and not set(name) & set("/\\:\0") and not surrogates
-
-
-def _check_inside(path: Path) -> None:
-    """Raises CheckpointError if a link leads out of the model's folder, other than to the blobs of the hub's cache."""
-    try:
-        folder, target = path.parent.resolve(), path.resolve()
-    except (OSError, RuntimeError) as error:  # links in a circle
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
-    if not (target.is_relative_to(folder) or target.is_relative_to(blobs)):
-        raise CheckpointError(f"{path}: is a link out of the model's folder, to {target}; put the file itself there")

@@ -34,10 +34,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Every tensor of a checkpoint by name: those that must be there, and those that may be and are not used."""
+    """Every tensor of a checkpoint by name.
+
+    Attributes:
+      targets: those that must be there.
+      ignored: those that may be there and are not used.
+      zeros: those of `targets`, vectors all, that are not there and count as zeros.
+    """
 
     targets: Mapping[str, Target]
     ignored: frozenset[str] = frozenset()
+    zeros: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +11,70 @@ import numpy as np
 
 from jaxinfer.config import LayerSpec, ModelConfig, RopeConfig
 from jaxinfer.errors import CheckpointError, UnsupportedError
+from jaxinfer.models.config_keys import (
+    GGUF_HARMLESS,
+    GGUF_NEUTRAL,
+    HF_HARMLESS,
+    KeyTable,
+    count,
+    flag,
+    mapping,
+    number,
+    token_ids,
+)
 from jaxinfer.models.family import Family, NameMap, Target
+
+logger = logging.getLogger(__name__)
 
 # Beyond any model there is: a damaged file must not make lists of billions.
 _MOST_LAYERS, _MOST_HEAD_DIM = 4096, 65_536
 
 # ---- Hugging Face
+
+# Sizes that transformers' LlamaConfig takes where a config.json has none: those of LLaMA 7B.
+_SIZES = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+_HF_KEYS = KeyTable(
+    used=frozenset(
+        {
+            *("architectures", "model_type", *_SIZES, "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
+            *("max_position_embeddings", "original_max_position_embeddings", "rope_theta", "rope_scaling"),
+            *("rope_parameters", "partial_rotary_factor", "attention_bias", "mlp_bias", "tie_word_embeddings"),
+            *("bos_token_id", "eos_token_id", "attention_multiplier", "query_pre_attn_scalar", "layer_types"),
+            *("quantization_config", "compression_config"),
+        }
+    ),
+    # `pretraining_tp` slices products that are summed again; `max_sequence_length` was never read.
+    harmless=(*HF_HARMLESS, "pretraining_tp", "max_sequence_length", "is_llama_config"),
+    neutral={
+        **dict.fromkeys(("text_config", "scale_depth", "dim_model_base", "clip_qkv", "mrope_section"), ()),
+        **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)),
+        **dict.fromkeys(("scale_emb", "embedding_scale", "residual_scale"), (1,)),
+        **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "logits_soft_cap"), (0,)),
+        **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "num_nextn_predict_layers"), (0,)),
+        **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "rope_interleaved"), (False,)),
+        **dict.fromkeys(("alibi", "use_alibi", "qk_norm", "use_qk_norm"), (False,)),
+        "hidden_activation": ("silu", "swish"),
+        "position_embedding_type": ("rope", "rotary"),
+    },
+    unused={
+        **dict.fromkeys(
+            ("sliding_window", "use_sliding_window", "max_window_layers"), "a Llama's tokens see all before them"
+        ),
+        **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon", "norm_eps"), "a Llama's is rms_norm_eps"),
+    },
+)
+# Of the settings of rope, what each type reads besides its theta; the first names win.
+_ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -25,60 +84,84 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
       CheckpointError: a key is missing or no number; the message names it.
       UnsupportedError: a setting the decoder does not have; the message names it.
     """
-    if (act := config.get("hidden_act", "silu")) != "silu":
+    _HF_KEYS.check(config)
+    if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedError(f"hidden_act {act} is not supported: a Llama uses silu")
-    hidden_size, num_heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
+    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        raise UnsupportedError(f"layer_types {config['layer_types']!r:.200} is not supported: only full_attention")
+    for key, default in _SIZES.items():
+        if key not in config:
+            logger.warning("config.json has no %s: %d is taken, as transformers does", key, default)
+    size = {key: count(config, key, default) for key, default in _SIZES.items() if key != "num_hidden_layers"}
+    hidden_size, num_heads = size["hidden_size"], size["num_attention_heads"]
     head_dim = _head_dim(config, "head_dim", hidden_size, num_heads)
-    attention_bias = bool(config.get("attention_bias", False))
+    _check_attention_scale("attention_multiplier", config.get("attention_multiplier"), head_dim)
+    _check_attention_scale("query_pre_attn_scalar", config.get("query_pre_attn_scalar"), head_dim, power=-0.5)
+    attention_bias = flag(config, "attention_bias")
     layer = LayerSpec(
         rope=_rope_from_hf(config, head_dim),
         attention_bias=attention_bias,
         output_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=flag(config, "mlp_bias"),
     )
-    ends = config.get("eos_token_id")
+    ends = config.get("eos_token_id", 2)
     return ModelConfig(
         family="llama",
-        vocab_size=_count(config, "vocab_size"),
+        vocab_size=size["vocab_size"],
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=_count(config, "num_key_value_heads", default=num_heads),
+        num_kv_heads=count(config, "num_key_value_heads", num_heads, nullable=True),
         head_dim=head_dim,
-        intermediate_size=_count(config, "intermediate_size"),
-        layers=(layer,) * _count(config, "num_hidden_layers", most=_MOST_LAYERS),
-        rms_norm_eps=_number(config, "rms_norm_eps"),
-        max_position=_count(config, "max_position_embeddings"),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        eos_token_ids=_token_ids(ends if isinstance(ends, list) else [ends]),
-        bos_token_id=next(iter(_token_ids([config.get("bos_token_id")])), None),
+        intermediate_size=size["intermediate_size"],
+        layers=(layer,) * count(config, "num_hidden_layers", _SIZES["num_hidden_layers"], most=_MOST_LAYERS),
+        rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
+        max_position=count(config, "max_position_embeddings", 2048),
+        tie_embeddings=flag(config, "tie_word_embeddings"),
+        eos_token_ids=token_ids(ends if isinstance(ends, list) else [ends]),
+        bos_token_id=next(iter(token_ids([config.get("bos_token_id", 1)])), None),
     )
 
 
 def _rope_from_hf(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """Transformers 5 writes `rope_parameters`, with the theta inside; 4 writes `rope_scaling` and `rope_theta`."""
-    rope = _mapping(config, "rope_parameters") or _mapping(config, "rope_scaling")
-    theta = _number(rope, "rope_theta", default=_number(config, "rope_theta", default=10_000.0))
-    if (fraction := rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
+    """Transformers 5 writes `rope_parameters`, with the theta inside; 4 writes `rope_scaling` and `rope_theta`.
+
+    Where both are there it heeds `rope_scaling` alone, and a theta beside it, not one in `rope_parameters`.
+    """
+    scaling, parameters = mapping(config, "rope_scaling"), mapping(config, "rope_parameters")
+    if scaling and parameters and scaling != parameters:
+        logger.warning("config.json has rope_scaling and rope_parameters: the latter is not used, as in transformers")
+    rope, within = (scaling, "rope_scaling.") if scaling else (parameters, "rope_parameters.")
+    beside = number(config, "rope_theta", 10_000.0, nullable=True)
+    theta = number(rope, "rope_theta", beside, nullable=True, within=within)
+    if (fraction := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1.0):
         raise UnsupportedError(f"partial_rotary_factor {fraction} is not supported: a Llama rotates whole heads")
-    match rope.get("rope_type", rope.get("type", "default")):
-        case "default":
-            return RopeConfig(theta=theta)
-        case "linear":
-            return RopeConfig(theta=theta, factors=(_number(rope, "factor"),) * (head_dim // 2))
-        case "llama3":
-            factors = _llama3_factors(
-                theta,
-                head_dim,
-                factor=_number(rope, "factor"),
-                low_freq_factor=_number(rope, "low_freq_factor"),
-                high_freq_factor=_number(rope, "high_freq_factor"),
-                original_context=_number(
-                    rope, "original_max_position_embeddings", default=config.get("max_position_embeddings")
-                ),
-            )
-            return RopeConfig(theta=theta, factors=factors)
-        case other:
-            raise UnsupportedError(f"rope type {other} is not supported; known: default, linear, llama3")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in _ROPE_KEYS:
+        raise UnsupportedError(f"rope type {kind!r:.200} is not supported; known: {', '.join(_ROPE_KEYS)}")
+    for key, value in rope.items():
+        if isinstance(value, Mapping):
+            raise UnsupportedError(f"{within}{key}: rope that differs between kinds of layers is not supported")
+    read = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_KEYS[kind]})
+    others = f"rope of type {kind} does not read it"
+    KeyTable(used=read, unused=dict.fromkeys(rope.keys() - read, others)).check(rope, within)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, factors=(number(rope, "factor", within=within),) * (head_dim // 2))
+    key = "original_max_position_embeddings"
+    context = number(rope, key, count(config, "max_position_embeddings", 2048), nullable=True, within=within)
+    low, high = (number(rope, f"{which}_freq_factor", within=within) for which in ("low", "high"))
+    if low >= high:
+        raise CheckpointError(f"{within}low_freq_factor is {low}, expected less than high_freq_factor, {high}")
+    factors = _llama3_factors(
+        theta,
+        head_dim,
+        factor=number(rope, "factor", within=within),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_context=number(config, key, context, nullable=True),
+    )
+    return RopeConfig(theta=theta, factors=factors)
 
 
 def _llama3_factors(
@@ -150,14 +233,10 @@ def hf_names(config: ModelConfig) -> NameMap:
         "model.embed_tokens.weight": Target("embed"),
         "model.norm.weight": Target("final_norm"),
     }
-    ignored = set()
-    if config.tie_embeddings:
-        ignored.add("lm_head.weight")  # some files repeat the embedding under this name
-    else:
+    if not config.tie_embeddings:
         targets["lm_head.weight"] = Target("head")
     for i, layer in enumerate(config.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        ignored.add(f"{theirs}.self_attn.rotary_emb.inv_freq")  # older files keep what the config implies
         targets[f"{theirs}.input_layernorm.weight"] = Target(f"{ours}.attn_norm")
         targets[f"{theirs}.post_attention_layernorm.weight"] = Target(f"{ours}.mlp_norm")
         for kind, suffix, attention, output, mlp in (
@@ -173,16 +252,69 @@ def hf_names(config: ModelConfig) -> NameMap:
                 for part in ("gate", "up"):
                     targets[f"{theirs}.mlp.{part}_proj.{kind}"] = Target(f"{ours}.gate_up{suffix}", part)
                 targets[f"{theirs}.mlp.down_proj.{kind}"] = Target(f"{ours}.down{suffix}")
-    return NameMap(targets, frozenset(ignored))
+    return NameMap(targets)
 
 
 # ---- GGUF
+
+_GGUF_KEYS = KeyTable(
+    used=frozenset(
+        {
+            *("general.architecture", "general.alignment", "llama.vocab_size", "llama.context_length"),
+            *("llama.embedding_length", "llama.block_count", "llama.feed_forward_length", "llama.attention.head_count"),
+            *("llama.attention.head_count_kv", "llama.attention.key_length", "llama.attention.value_length"),
+            *("llama.attention.layer_norm_rms_epsilon", "llama.attention.scale", "llama.rope.dimension_count"),
+            *(
+                "llama.rope.freq_base",
+                "llama.rope.scaling.type",
+                "llama.rope.scaling.factor",
+                "llama.rope.scale_linear",
+            ),
+            *("split.count", "llama.embedding_length_out"),
+        }
+    ),
+    # The length before scaling, and YaRN's two betas, are of YaRN alone, whose type is refused.
+    harmless=(
+        *(*GGUF_HARMLESS, "llama.rope.scaling.finetuned", "llama.rope.scaling.original_context_length"),
+        *(
+            "llama.rope.scaling.yarn_beta_*",
+            "llama.tensor_data_layout",
+            "llama.pooling_type",
+            "llama.expert_used_count",
+        ),
+    ),
+    neutral={
+        **GGUF_NEUTRAL,
+        **{f"llama.{key}": (0, 1) for key in ("logit_scale", "embedding_scale", "residual_scale")},
+        **{f"llama.{key}": (0,) for key in ("expert_count", "nextn_predict_layers", "leading_dense_block_count")},
+        **{f"llama.{key}_logit_softcapping": (0,) for key in ("attn", "final", "router")},
+        **{f"llama.attention.{key}": (0,) for key in ("max_alibi_bias", "clamp_kqv", "temperature_scale")},
+        **{f"llama.attention.{key}": (0, 1) for key in ("output_scale", "value_scale")},
+        "llama.rope.scaling.attn_factor": (1,),
+        "llama.rope.scaling.alpha": (0, 1),
+        "llama.rope.scaling.yarn_log_multiplier": (0,),
+        "llama.rope.scaling.yarn_ext_factor": (0, -1),
+        "llama.rope.scaling.yarn_attn_factor": (1, -1),
+        "llama.rope.dimension_sections": ([0, 0, 0, 0],),
+        "llama.attention.causal": (True,),
+        "llama.use_parallel_residual": (False,),
+        "llama.hidden_activation": ("silu",),
+    },
+    unused={
+        **dict.fromkeys(
+            ("llama.attention.sliding_window", "llama.attention.sliding_window_pattern"),
+            "llama.cpp has no windows in this architecture",
+        ),
+        "llama.attention.layer_norm_epsilon": "llama.attention.layer_norm_rms_epsilon is",
+    },
+)
 
 
 def config_from_gguf(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: np.ndarray | None
 ) -> ModelConfig:
-    """Reads the `llama.*` keys of a GGUF file's metadata, and from its tensors what those leave unsaid.
+    """Reads the `llama.*` keys of a GGUF file's metadata as llama.cpp does, and from its tensors what those leave
+    unsaid.
 
     Args:
       shapes: of each tensor, by name.
@@ -190,53 +322,69 @@ def config_from_gguf(
 
     Raises: as `config_from_hf`.
     """
-    if metadata.get("llama.expert_count"):
-        raise UnsupportedError("llama.expert_count: mixture-of-experts models are not supported")
+    _GGUF_KEYS.check(metadata)
     if metadata.get("split.count", 0) not in (0, 1):
         raise UnsupportedError("split.count: a GGUF in several files is not supported; merge it with llama-gguf-split")
-    hidden_size = _count(metadata, "llama.embedding_length")
-    num_heads = _count(metadata, "llama.attention.head_count")
+    hidden_size = count(metadata, "llama.embedding_length")
+    num_heads = count(metadata, "llama.attention.head_count")
     head_dim = _head_dim(metadata, "llama.attention.key_length", hidden_size, num_heads)
-    for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
-        if metadata.get(key, head_dim) != head_dim:
-            raise UnsupportedError(f"{key} {metadata[key]} is not supported: only the head dim, {head_dim}")
-    layer = LayerSpec(
-        rope=_rope_from_gguf(metadata, head_dim, rope_factors),
-        attention_bias="blk.0.attn_q.bias" in shapes,
-        output_bias="blk.0.attn_output.bias" in shapes,
-        mlp_bias="blk.0.ffn_gate.bias" in shapes,
-    )
+    for key, only in (
+        *(("llama.rope.dimension_count", head_dim), ("llama.attention.value_length", head_dim)),
+        ("llama.embedding_length_out", hidden_size),
+    ):
+        if metadata.get(key, only) != only:
+            raise UnsupportedError(f"{key} {metadata[key]} is not supported: only {only}")
+    if metadata.get("llama.attention.scale"):  # 0 is none
+        _check_attention_scale("llama.attention.scale", metadata["llama.attention.scale"], head_dim)
+    is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    embedding = shapes.get("token_embd.weight", (None,))
+    if ends[0] is None and is_sentencepiece:
+        ends[0] = 2
     return ModelConfig(
         family="llama",
-        vocab_size=_count(metadata, "llama.vocab_size", default=embedding[0]),
+        vocab_size=_gguf_vocab_size(metadata, shapes),
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=_count(metadata, "llama.attention.head_count_kv", default=num_heads),
+        num_kv_heads=count(metadata, "llama.attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        intermediate_size=_count(metadata, "llama.feed_forward_length"),
-        layers=(layer,) * _count(metadata, "llama.block_count", most=_MOST_LAYERS),
-        rms_norm_eps=_number(metadata, "llama.attention.layer_norm_rms_epsilon"),
-        max_position=_count(metadata, "llama.context_length"),
+        intermediate_size=count(metadata, "llama.feed_forward_length"),
+        layers=(LayerSpec(rope=_rope_from_gguf(metadata, head_dim, rope_factors)),)
+        * count(metadata, "llama.block_count", most=_MOST_LAYERS),
+        rms_norm_eps=number(metadata, "llama.attention.layer_norm_rms_epsilon"),
+        max_position=count(metadata, "llama.context_length"),
         tie_embeddings="output.weight" not in shapes,
-        eos_token_ids=_token_ids(ends),
-        bos_token_id=next(iter(_token_ids([metadata.get("tokenizer.ggml.bos_token_id")])), None),
+        eos_token_ids=token_ids(ends),
+        bos_token_id=next(
+            iter(token_ids([metadata.get("tokenizer.ggml.bos_token_id", 1 if is_sentencepiece else None)])), None
+        ),
     )
+
+
+def _gguf_vocab_size(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Rows of the embedding: llama.cpp does not read `llama.vocab_size` of a file that has a vocabulary."""
+    said = metadata.get("llama.vocab_size")
+    rows = next(iter(shapes.get("token_embd.weight", ())), None)
+    if rows is None:
+        return count(metadata, "llama.vocab_size")
+    if said not in (None, rows):
+        logger.warning("llama.vocab_size is %r, but the embedding has %d rows, which counts", said, rows)
+    return count({"llama.vocab_size": rows}, "llama.vocab_size")
 
 
 def _rope_from_gguf(metadata: Mapping[str, Any], head_dim: int, rope_factors: np.ndarray | None) -> RopeConfig:
-    theta = _number(metadata, "llama.rope.freq_base", default=10_000.0)
+    """Of both keys for a linear factor the newer one counts; 0 is none, and so is any where the type is none."""
+    theta = number(metadata, "llama.rope.freq_base", 10_000.0)
     factors = np.ones(head_dim // 2) if rope_factors is None else rope_factors.astype(np.float64)
     if factors.shape != (head_dim // 2,):
         raise CheckpointError(f"rope_freqs.weight has shape {factors.shape}, expected ({head_dim // 2},)")
-    match metadata.get("llama.rope.scaling.type", "none"):
-        case "none":
-            pass
-        case "linear":
-            factors = factors * _number(metadata, "llama.rope.scaling.factor")
-        case other:
-            raise UnsupportedError(f"llama.rope.scaling.type {other} is not supported; known: none, linear")
+    kind = metadata.get("llama.rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        raise UnsupportedError(f"llama.rope.scaling.type {kind!r:.200} is not supported; known: none, linear")
+    key = "llama.rope.scaling.factor"
+    if key not in metadata:
+        key = "llama.rope.scale_linear"
+    if kind == "linear" and metadata.get(key, 0) != 0:
+        factors = factors * number(metadata, key)
     return RopeConfig(theta=theta, factors=tuple(factors.tolist()) if (factors != 1).any() else None)
 
 
@@ -269,63 +417,27 @@ def gguf_names(config: ModelConfig) -> NameMap:
     return NameMap(targets, frozenset({"rope_freqs.weight"}))  # its content is in the config
 
 
-# ---- Checked look-ups
-
-
-def _count(config: Mapping[str, Any], key: str, default: int | None = None, most: int = 1 << 31) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"the model's config has no {key}")
-    # A GGUF may give one value a layer; a decoder whose layers differ in it is not built here.
-    if isinstance(value, list) and len(set(value)) == 1:
-        value = value[0]
-    if isinstance(value, list):
-        raise UnsupportedError(f"{key} differs between layers, which is not supported")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise CheckpointError(f"the model's config has {key} = {value!r}, expected an integer from 1 to {most}")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"the model's config has no {key}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(f"the model's config has {key} = {value!r}, expected a positive number")
-    return float(value)
-
-
-def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"the model's config has {key} = {value!r}, expected an object")
-    return value
-
-
-def _token_ids(values: list[Any]) -> tuple[int, ...]:
-    ids = tuple(dict.fromkeys(value for value in values if value is not None))
-    for value in ids:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise CheckpointError(f"the model's config has {value!r} for a token id")
-    return ids
+# ---- Both
 
 
 def _head_dim(config: Mapping[str, Any], key: str, hidden_size: int, num_heads: int) -> int:
     if config.get(key) is None and hidden_size % num_heads:
         raise CheckpointError(f"the model's config has no {key}, and {num_heads} heads do not divide {hidden_size}")
-    head_dim = _count(config, key, default=hidden_size // num_heads, most=_MOST_HEAD_DIM)
+    head_dim = count(config, key, hidden_size // num_heads, most=_MOST_HEAD_DIM, nullable=True)
     if head_dim % 2:
         raise UnsupportedError(f"head dim {head_dim} is not supported: rope rotates pairs")
     return head_dim
 
 
+def _check_attention_scale(key: str, value: Any, head_dim: int, power: float = 1.0) -> None:
+    """Raises UnsupportedError if what scores are multiplied by, `value ** power`, is not H ** -0.5."""
+    if value is not None and not math.isclose(number({key: value}, key) ** power, head_dim**-0.5, rel_tol=1e-6):
+        raise UnsupportedError(f"{key} {value} is not supported: scores are divided by the root of the head dim")
+
+
 FAMILY = Family(
     name="llama",
-    hf_architectures=("LlamaForCausalLM",),
+    hf_architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
     hf_model_types=("llama",),
     gguf_architectures=("llama",),
     config_from_hf=config_from_hf,

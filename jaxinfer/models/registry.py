@@ -20,6 +20,8 @@ def family_of_hf(config: Mapping[str, Any]) -> Family:
       UnsupportedError: no family here reads it; the message lists those known.
     """
     if architectures := config.get("architectures"):
+        if isinstance(architectures, str):
+            architectures = [architectures]
         for family in FAMILIES:
             if architectures[0] in family.hf_architectures:
                 return family

@@ -25,7 +25,7 @@ class Awq:
         version = str(config.get("version") or config.get("checkpoint_format") or "gemm").lower()
         if version != "gemm":
             raise UnsupportedError(f"AWQ version {version} is not supported; known: gemm")
-        if (bits := config.get("bits", 4)) != 4:
+        if (bits := config.get("bits", config.get("w_bit", 4))) != 4:
             raise UnsupportedError(f"AWQ of {bits} bits is not supported; known: 4")
         self._group = group_size(config)
         self._symmetric = not config.get("zero_point", True)

@@ -61,15 +61,21 @@ class CompressedTensors:
     """A `Method`."""
 
     def __init__(self, config: Mapping[str, Any]):
-        for name in ("kv_cache_scheme", "transform_config"):
-            if config.get(name):
-                raise UnsupportedError(f"compressed-tensors with {name} is not supported")
+        # How keys and values are rounded in a cache is a matter of `kv_cache_dtype`, not of the weights.
+        if config.get("transform_config"):
+            raise UnsupportedError("compressed-tensors with transform_config is not supported")
         sparsity = config.get("sparsity_config") or {}
         if (form := sparsity.get("format", "dense")) != "dense":
             raise UnsupportedError(f"compressed-tensors with sparsity ({form}) is not supported")
         self._ignored = tuple(config.get("ignore") or ())
         form = config.get("format", "dense")
-        self._groups = [_weights(name, group, form) for name, group in config["config_groups"].items()]
+        # A group without weights says how activations are rounded, as those of a cache's keys and values.
+        groups = {
+            name: group
+            for name, group in config["config_groups"].items()
+            if not isinstance(group, Mapping) or group.get("weights", True)
+        }
+        self._groups = [_weights(name, group, form) for name, group in groups.items()]
 
     def matrix(self, module: str, parts: Parts) -> Matrix | None:
         if not parts.keys() & _MARKS:
@@ -111,8 +117,6 @@ def _weights(name: str, group: Any, form: str) -> _Weights:
     if not isinstance(group, Mapping):
         raise UnsupportedError(f"compressed-tensors with a scheme by name ({name}) is not supported")
     args, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-    if group.get("output_activations"):
-        raise UnsupportedError("compressed-tensors with output_activations is not supported")
     form = group.get("format") or form
     if form not in (_PACKED, *_PLAIN, *_FLOAT):
         raise UnsupportedError(

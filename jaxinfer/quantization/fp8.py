@@ -19,6 +19,7 @@ from jaxinfer.quantization.tensor import Packed, Scheme
 ACTIVATION_SCALES = frozenset({"input_scale", "activation_scale", "input_zero_point"})
 _VALUES = ("float8_e4m3fn",)
 _POWERS = "float8_e8m0fnu"  # of two, as scales
+_BLOCK = (128, 128)  # of `weight_scale_inv`, where a config does not say
 
 
 class Fp8:
@@ -36,7 +37,11 @@ class Fp8:
         if scale not in parts and (weight is None or weight.dtype.name not in _VALUES):
             return None
         weight = taken(parts, "weight", _VALUES, (None, None))
-        return float8(parts, weight, scale, self._block)
+        block = self._block
+        if block is None and scale == "weight_scale_inv":
+            shape = parts[scale].shape
+            block = _BLOCK if len(shape) == 2 and shape not in ((1, 1), (weight.shape[0], 1)) else None
+        return float8(parts, weight, scale, block)
 
 
 def block_size(block: Sequence[Any]) -> tuple[int, int]:

@@ -67,7 +67,7 @@ def positive(value: Any, name: str) -> int:
 
 def group_size(config: Mapping[str, Any]) -> int | None:
     """Of AWQ and GPTQ; None for -1, which is a row. Raises CheckpointError."""
-    size = config.get("group_size", 128)
+    size = config.get("group_size", config.get("q_group_size", 128))
     return None if size == -1 else positive(size, "group_size")
 
 

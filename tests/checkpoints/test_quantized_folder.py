@@ -11,7 +11,7 @@ import pytest
 from fused import fused_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_checkpoints import VARIANTS, hf_config, make_weights, write_tokenizer
+from tiny_checkpoints import VARIANTS, VOCAB_SIZE, hf_config, make_weights, write_tokenizer
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.checkpoints.quantized_folder import QuantizedFolder, method_of
@@ -123,13 +123,64 @@ def test_what_is_not_quantized_stays_as_it_is(tmp_path):
     np.testing.assert_array_equal(reader.read("n.weight", (slice(1, 3),)), floats[1:3])
 
 
-def test_a_head_that_is_quantized_though_it_is_tied(tmp_path):
+def test_a_head_that_is_quantized_though_it_is_tied(tmp_path, caplog):
     tiny = VARIANTS["smollm2"]
     modules = {name.removesuffix(".weight"): {"weight": value} for name, value in make_weights(tiny).items()}
-    write(tmp_path, modules | {"lm_head": matrix(GPTQ)})
-    (tmp_path / "config.json").write_text(json.dumps(hf_config(tiny) | {"quantization_config": GPTQ}))
-    with pytest.raises(UnsupportedError, match=r"config\.json: lm_head\.weight is quantized by itself"):
-        open_checkpoint(Source("hf", tmp_path, "tiny"))
+    write(tmp_path, modules | {"lm_head": matrix(GPTQ, VOCAB_SIZE, tiny.hidden)})
+    config = hf_config(tiny) | {"quantization_config": GPTQ | {"lm_head": True}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(Source("hf", tmp_path, "tiny"))
+    assert not checkpoint.config.tie_embeddings
+    assert checkpoint.schemes.keys() == {"head"}
+    assert "lm_head.weight differs from the embedding and is used" in caplog.text
+    expected = checkpoint._reader.read_packed("lm_head.weight").dequantize()
+    np.testing.assert_array_equal(checkpoint.load(dtype=jnp.float32)["head"], expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "said"),
+    [
+        (GPTQ, "quantize_config.json", {"bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}),
+        (AWQ, "quant_config.json", {"w_bit": 4, "q_group_size": GROUP, "zero_point": True, "version": "GEMM"}),
+    ],
+)
+def test_settings_in_a_file_of_their_own(tmp_path, config, file, said):
+    tiny = VARIANTS["llama2"]
+    modules = {name.removesuffix(".weight"): {"weight": value} for name, value in make_weights(tiny).items()}
+    name = "model.layers.0.self_attn.q_proj"
+    write(tmp_path, modules | {name: matrix(config, 48, 48)})
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(tiny)))
+    (tmp_path / file).write_text(json.dumps(said))
+    checkpoint = open_checkpoint(Source("hf", tmp_path, "tiny"))
+    assert checkpoint.schemes.keys() == {"layers.0.qkv.q"}
+    checkpoint.load()
+
+
+def test_blocks_that_a_config_leaves_out_are_of_128(tmp_path):
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((256, 384)).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.uniform(1, 2, (2, 3)).astype(np.float32)
+    reader = opened(tmp_path, {"quant_method": "fp8"}, {"weight": weight, "weight_scale_inv": scales})
+    expected = weight.astype(np.float32) * np.kron(scales, np.ones((128, 128), np.float32))
+    np.testing.assert_array_equal(reader.read("m.weight"), expected)
+
+
+@pytest.mark.parametrize("config", [None, {}])
+def test_an_empty_config_is_none(config):
+    assert method_of({"quantization_config": config}) is None
+
+
+def test_keys_that_are_not_known_are_warned_of(caplog):
+    method_of({"quantization_config": AWQ | {"modules_to_not_convert": ["lm_head"], "scale_dtype": "x", "note": 1}})
+    method_of(
+        {"quantization_config": GPTQ | {"damp_percent": 0.1, "static_groups": True, "meta": {}, "desc_act": True}}
+    )
+    method_of({"quantization_config": CT4 | {"quantization_status": "compressed", "kv_cache_scheme": {"num_bits": 8}}})
+    method_of({"quantization_config": FP8 | {"ignored_layers": ["lm_head"], "scale_fmt": "ue8m0"}})
+    method_of({"quantization_config": ct("int-quantized", observer="minmax", scale_dtype=None, scale_by=2)})
+    assert [message.split(" = ")[0] for message in caplog.messages] == [
+        *("quantization_config.scale_dtype", "config_groups.weights.scale_by")
+    ]
 
 
 def test_config_groups_are_chosen_by_name_then_pattern_then_class(tmp_path):
@@ -152,6 +203,14 @@ def test_config_groups_are_chosen_by_name_then_pattern_then_class(tmp_path):
     config["ignore"] = ["re:a\\..*"]
     with pytest.raises(CheckpointError, match=r"model\.safetensors: a\.q_proj: is quantized, but no config group"):
         QuantizedFolder(SafetensorsReader(tmp_path), *method_of({"quantization_config": config}))
+
+
+def test_groups_that_are_about_activations_alone_say_nothing_of_weights(tmp_path):
+    config = ct("int-quantized")
+    cache = {"targets": ["re:.*m"], "weights": None, "output_activations": {"num_bits": 8, "type": "float"}}
+    config["config_groups"]["kv_cache"] = cache
+    parts = {"weight": np.ones((O, I), np.int8), "weight_scale": np.ones((O, 1), np.float32)}
+    assert opened(tmp_path, config, parts).schemes["m.weight"] == Scheme("int8")
 
 
 def test_activations_are_rounded_where_the_config_says_each_token_to_int8(tmp_path):
@@ -222,11 +281,11 @@ def test_zero_points_of_what_is_symmetric_are_checked(tmp_path, config, stored):
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format marlin"),
         (GPTQ | {"dynamic": {"-:lm_head": {}, "+:.*down.*": {"bits": 8}}}, r"dynamic: \+:"),
         (CT4 | {"format": "nvfp4-pack-quantized"}, "format nvfp4"),
-        (CT4 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (CT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         (CT4 | {"transform_config": {"config_groups": {"r1": {}}}}, "transform_config"),
         (CT4 | {"config_groups": {"FP8": ["Linear"]}}, "FP8"),
         (ct("pack-quantized", num_bits=3), "int 3 bits"),
+        (ct("int-quantized", dynamic=True), r"weights\.dynamic True"),
         (ct("float-quantized", type="float", strategy="tensor_group"), "tensor_group"),
         (FP8 | {"fmt": "e5m2"}, "e5m2"),
     ],

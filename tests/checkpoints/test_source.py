@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,14 @@ def test_end_tokens_of_generation_config_are_added(tmp_path):
     write_hf_folder(tmp_path, VARIANTS["llama2"])
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
     assert open_checkpoint(find(tmp_path)).config.eos_token_ids == (2, 5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["eos_token_id"]  # transformers' default counts where no file names one
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(find(tmp_path)).config.eos_token_ids == (5, 2)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert open_checkpoint(find(tmp_path)).config.eos_token_ids == (5,)
+    (tmp_path / "generation_config.json").unlink()
+    assert open_checkpoint(find(tmp_path)).config.eos_token_ids == (2,)
 
 
 def test_an_opened_folder(tmp_path):

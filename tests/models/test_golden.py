@@ -4,57 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_checkpoints
-
-from jaxinfer.checkpoints.checkpoint import open_checkpoint
-from jaxinfer.checkpoints.source import resolve
-from jaxinfer.models.decoder import decoder_structure
-from pallas_kernels.paged_attention import paged_attention, pool_shape
+from whole_model import Model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 # Of the largest logit: float32 keeps 2**-24, and some thousand sums in another order add up to about 1e-6.
 TOLERANCE = 1e-4
-PAGE_SIZE = 16
-
-
-class Model:
-    """A checkpoint in float32, run a whole sequence at a time through a fresh pool."""
-
-    def __init__(self, path: Path, *, scan: bool, length: int):
-        checkpoint = open_checkpoint(resolve(str(path), cache_dir=path.parent, offline=True))
-        config = checkpoint.config
-        structure = decoder_structure(config, jnp.float32, scan=scan)
-        self._leaves = structure.flatten(checkpoint.load(dtype=jnp.float32))
-        self._length = length
-        pages = -(-length // PAGE_SIZE)
-        shape = pool_shape(len(config.layers), pages + 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        table_SM = jnp.arange(1, pages + 1)[None]
-
-        @jax.jit
-        def run(leaves, token_ids_T, count):
-            lens_S, starts_S1 = count[None], jnp.stack([jnp.int32(0), count])
-
-            def attend(q, k, v, pool, layer, window):
-                return paged_attention(
-                    q, k, v, pool, layer, table_SM, lens_S, starts_S1, jnp.int32(1),
-                    scale=config.head_dim**-0.5, window=window,
-                )  # fmt: skip
-
-            decoder = structure.merge(leaves)
-            hidden_TD, _ = decoder(token_ids_T, jnp.arange(length), jnp.full(shape, jnp.nan, jnp.float32), attend)
-            return decoder.logits(hidden_TD)
-
-        self._run = run
-
-    def logits(self, token_ids: np.ndarray) -> np.ndarray:
-        """Logits after every token: [L, V]."""
-        padded = np.zeros(self._length, np.int32)
-        padded[: len(token_ids)] = token_ids
-        return np.asarray(self._run(self._leaves, padded, np.int32(len(token_ids))))[: len(token_ids)]
 
 
 def check(model: Model, golden: dict[str, np.ndarray]) -> None:
